@@ -1,0 +1,155 @@
+"""ModelConfig: the shape of one model, from a released `config.json`. Keys keep the checkpoint's names; checked once, here."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from runtime.errors import CheckpointError
+
+MODEL_TYPE = "deepseek_v4"
+FP8_BLOCK = 128  # rows and columns of one FP8 scale block
+FP4_GROUP = 32  # weights along K of one FP4 scale
+
+
+@dataclass(frozen=True, slots=True)
+class RopeScaling:
+    """YaRN's parameters, used on the compressed-attention layers only (facts: at every length, amplitude 1)."""
+
+    factor: float
+    beta_fast: float
+    beta_slow: float
+    original_max_position_embeddings: int
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """The shape of a DeepSeek-V4 model; field names are those of the released `config.json`."""
+
+    vocab_size: int
+    hidden_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    head_dim: int
+    qk_rope_head_dim: int
+    q_lora_rank: int
+    o_groups: int
+    o_lora_rank: int
+    sliding_window: int
+    index_n_heads: int
+    index_head_dim: int
+    index_topk: int
+    compress_ratios: tuple[int, ...]
+    rope_theta: float
+    compress_rope_theta: float
+    rope_scaling: RopeScaling | None
+    max_position_embeddings: int
+    moe_intermediate_size: int
+    n_routed_experts: int
+    num_experts_per_tok: int
+    n_shared_experts: int
+    num_hash_layers: int
+    routed_scaling_factor: float
+    swiglu_limit: float
+    hc_mult: int
+    hc_sinkhorn_iters: int
+    hc_eps: float
+    rms_norm_eps: float
+    bos_token_id: int
+    eos_token_id: int
+
+    def __post_init__(self) -> None:
+        for name, ok, rule in self._rules():
+            if not ok:
+                raise CheckpointError(f"config.json: {name} is {getattr(self, name)}, expected {rule}; use the config.json released with the weights")
+
+    def _rules(self) -> list[tuple[str, bool, str]]:
+        counts = ("vocab_size", "num_hidden_layers", "num_attention_heads", "sliding_window", "num_experts_per_tok", "hc_mult")
+        positive = [(name, getattr(self, name) > 0, "a positive number") for name in counts]
+        blocks = ("hidden_size", "head_dim", "q_lora_rank", "o_lora_rank", "moe_intermediate_size")
+        aligned = [(n, getattr(self, n) > 0 and getattr(self, n) % FP8_BLOCK == 0, f"a positive multiple of {FP8_BLOCK}") for n in blocks]
+        layers = len(self.compress_ratios)
+        return [
+            *positive,
+            *aligned,
+            ("compress_ratios", layers >= self.num_hidden_layers, f"at least {self.num_hidden_layers} numbers, one a layer (found {layers})"),
+            ("compress_ratios", set(self.compress_ratios) <= {0, 4, 128}, "only 0, 4 and 128"),
+            ("o_groups", self.o_groups > 0 and self.num_attention_heads % self.o_groups == 0, "a divisor of num_attention_heads"),
+            ("qk_rope_head_dim", 0 < self.qk_rope_head_dim <= self.head_dim and self.qk_rope_head_dim % 2 == 0, "even and at most head_dim"),
+            ("n_routed_experts", self.n_routed_experts >= self.num_experts_per_tok, "at least num_experts_per_tok"),
+            ("n_shared_experts", self.n_shared_experts == 1, "1"),
+            ("num_hash_layers", 0 <= self.num_hash_layers <= self.num_hidden_layers, "between 0 and num_hidden_layers"),
+        ]
+
+    @property
+    def layer_ratios(self) -> tuple[int, ...]:
+        """Compression ratio of each layer, the draft stages' entries left out."""
+        return self.compress_ratios[: self.num_hidden_layers]
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON object that `from_json` turns back into an equal ModelConfig."""
+        return {"model_type": MODEL_TYPE, **asdict(self)}
+
+    @classmethod
+    def from_json(cls, raw: dict[str, Any], source: Path) -> ModelConfig:
+        """The checked shape of the model that `raw`, the content of the config.json at `source`, describes.
+
+        Raises:
+            CheckpointError: Another model type, a missing key, or a value the model cannot have.
+        """
+        if raw.get("model_type") != MODEL_TYPE:
+            raise CheckpointError(f"{source}: model_type is {raw.get('model_type')!r}, expected {MODEL_TYPE!r}; this program runs DeepSeek-V4 checkpoints only")
+        required = [f.name for f in fields(cls) if f.name != "rope_scaling"]
+        missing = [key for key in required if key not in raw]
+        if missing:
+            raise CheckpointError(f"{source}: key {', '.join(missing)} is missing, expected every key of the released config.json; fetch that file again")
+        _require_variant(raw, source)
+        try:
+            values = {f.name: _convert(f.type, raw[f.name]) for f in fields(cls) if f.name in required}
+        except (TypeError, ValueError) as error:
+            raise CheckpointError(f"{source}: a value has the wrong type ({error}); fetch config.json again") from error
+        return cls(**values, rope_scaling=_rope_scaling(raw.get("rope_scaling"), source))
+
+
+def _convert(annotation: str, value: Any) -> Any:
+    """`value` as the annotated type; a float where an integer is due, or a text, is an error and not a rounding."""
+    if annotation.startswith("tuple"):
+        return tuple(_convert("int", v) for v in value)
+    if isinstance(value, bool) or not isinstance(value, int if annotation == "int" else (int, float)):
+        raise TypeError(f"expected {annotation}, got {value!r}")
+    return float(value) if annotation == "float" else value
+
+
+def _require_variant(raw: dict[str, Any], source: Path) -> None:
+    """The choices this forward pass is written for; a checkpoint that makes others is refused by name."""
+    expected = {"expert_dtype": "fp4", "scoring_func": "sqrtsoftplus", "hidden_act": "silu", "norm_topk_prob": True}
+    expected |= {"tie_word_embeddings": False, "num_key_value_heads": 1}
+    for key, value in expected.items():
+        if raw.get(key, value) != value:
+            raise CheckpointError(f"{source}: {key} is {raw[key]!r}, expected {value!r}; this variant of the architecture is not supported")
+
+
+def _rope_scaling(raw: dict[str, Any] | None, source: Path) -> RopeScaling | None:
+    if raw is None:
+        return None
+    kind = raw.get("type", raw.get("rope_type"))
+    names = [f.name for f in fields(RopeScaling)]
+    if kind != "yarn" or any(name not in raw for name in names):
+        raise CheckpointError(f"{source}: rope_scaling is {raw}, expected type yarn with {', '.join(names)}; use the released config.json")
+    return RopeScaling(**{name: raw[name] for name in names})
+
+
+def read_json(path: Path) -> Any:
+    """The content of a JSON file of a checkpoint.
+
+    Raises:
+        CheckpointError: The file is missing or is not JSON.
+    """
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise CheckpointError(f"{path}: file is missing, expected in every released checkpoint; fetch it again or name another directory") from None
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise CheckpointError(f"{path}: not JSON ({error}); fetch it again") from error
