@@ -63,21 +63,45 @@ class ModelConfig:
     def __post_init__(self) -> None:
         for name, ok, rule in self._rules():
             if not ok:
-                raise CheckpointError(f"config.json: {name} is {getattr(self, name)}, expected {rule}; use the config.json released with the weights")
+                raise CheckpointError(
+                    f"config.json: {name} is {getattr(self, name)}, expected {rule}; use the config.json released with the weights"
+                )
 
     def _rules(self) -> list[tuple[str, bool, str]]:
-        counts = ("vocab_size", "num_hidden_layers", "num_attention_heads", "sliding_window", "num_experts_per_tok", "hc_mult")
+        counts = (
+            "vocab_size",
+            "num_hidden_layers",
+            "num_attention_heads",
+            "sliding_window",
+            "num_experts_per_tok",
+            "hc_mult",
+        )
         positive = [(name, getattr(self, name) > 0, "a positive number") for name in counts]
         blocks = ("hidden_size", "head_dim", "q_lora_rank", "o_lora_rank", "moe_intermediate_size")
-        aligned = [(n, getattr(self, n) > 0 and getattr(self, n) % FP8_BLOCK == 0, f"a positive multiple of {FP8_BLOCK}") for n in blocks]
+        aligned = [
+            (n, getattr(self, n) > 0 and getattr(self, n) % FP8_BLOCK == 0, f"a positive multiple of {FP8_BLOCK}")
+            for n in blocks
+        ]
         layers = len(self.compress_ratios)
         return [
             *positive,
             *aligned,
-            ("compress_ratios", layers >= self.num_hidden_layers, f"at least {self.num_hidden_layers} numbers, one a layer (found {layers})"),
+            (
+                "compress_ratios",
+                layers >= self.num_hidden_layers,
+                f"at least {self.num_hidden_layers} numbers, one a layer (found {layers})",
+            ),
             ("compress_ratios", set(self.compress_ratios) <= {0, 4, 128}, "only 0, 4 and 128"),
-            ("o_groups", self.o_groups > 0 and self.num_attention_heads % self.o_groups == 0, "a divisor of num_attention_heads"),
-            ("qk_rope_head_dim", 0 < self.qk_rope_head_dim <= self.head_dim and self.qk_rope_head_dim % 2 == 0, "even and at most head_dim"),
+            (
+                "o_groups",
+                self.o_groups > 0 and self.num_attention_heads % self.o_groups == 0,
+                "a divisor of num_attention_heads",
+            ),
+            (
+                "qk_rope_head_dim",
+                0 < self.qk_rope_head_dim <= self.head_dim and self.qk_rope_head_dim % 2 == 0,
+                "even and at most head_dim",
+            ),
             ("n_routed_experts", self.n_routed_experts >= self.num_experts_per_tok, "at least num_experts_per_tok"),
             ("n_shared_experts", self.n_shared_experts == 1, "1"),
             ("num_hash_layers", 0 <= self.num_hash_layers <= self.num_hidden_layers, "between 0 and num_hidden_layers"),
@@ -100,11 +124,15 @@ class ModelConfig:
             CheckpointError: Another model type, a missing key, or a value the model cannot have.
         """
         if raw.get("model_type") != MODEL_TYPE:
-            raise CheckpointError(f"{source}: model_type is {raw.get('model_type')!r}, expected {MODEL_TYPE!r}; this program runs DeepSeek-V4 checkpoints only")
+            raise CheckpointError(
+                f"{source}: model_type is {raw.get('model_type')!r}, expected {MODEL_TYPE!r}; this program runs DeepSeek-V4 checkpoints only"
+            )
         required = [f.name for f in fields(cls) if f.name != "rope_scaling"]
         missing = [key for key in required if key not in raw]
         if missing:
-            raise CheckpointError(f"{source}: key {', '.join(missing)} is missing, expected every key of the released config.json; fetch that file again")
+            raise CheckpointError(
+                f"{source}: key {', '.join(missing)} is missing, expected every key of the released config.json; fetch that file again"
+            )
         _require_variant(raw, source)
         try:
             values = {f.name: _convert(f.type, raw[f.name]) for f in fields(cls) if f.name in required}
@@ -128,7 +156,9 @@ def _require_variant(raw: dict[str, Any], source: Path) -> None:
     expected |= {"tie_word_embeddings": False, "num_key_value_heads": 1}
     for key, value in expected.items():
         if raw.get(key, value) != value:
-            raise CheckpointError(f"{source}: {key} is {raw[key]!r}, expected {value!r}; this variant of the architecture is not supported")
+            raise CheckpointError(
+                f"{source}: {key} is {raw[key]!r}, expected {value!r}; this variant of the architecture is not supported"
+            )
 
 
 def _rope_scaling(raw: dict[str, Any] | None, source: Path) -> RopeScaling | None:
@@ -137,7 +167,9 @@ def _rope_scaling(raw: dict[str, Any] | None, source: Path) -> RopeScaling | Non
     kind = raw.get("type", raw.get("rope_type"))
     names = [f.name for f in fields(RopeScaling)]
     if kind != "yarn" or any(name not in raw for name in names):
-        raise CheckpointError(f"{source}: rope_scaling is {raw}, expected type yarn with {', '.join(names)}; use the released config.json")
+        raise CheckpointError(
+            f"{source}: rope_scaling is {raw}, expected type yarn with {', '.join(names)}; use the released config.json"
+        )
     return RopeScaling(**{name: raw[name] for name in names})
 
 
@@ -150,6 +182,8 @@ def read_json(path: Path) -> Any:
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise CheckpointError(f"{path}: file is missing, expected in every released checkpoint; fetch it again or name another directory") from None
+        raise CheckpointError(
+            f"{path}: file is missing, expected in every released checkpoint; fetch it again or name another directory"
+        ) from None
     except (UnicodeDecodeError, json.JSONDecodeError) as error:
         raise CheckpointError(f"{path}: not JSON ({error}); fetch it again") from error

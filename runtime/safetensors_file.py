@@ -1,0 +1,126 @@
+"""One safetensors file, read by byte range: opening costs the header only. Owns no names and no meaning of tensors."""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+from math import prod
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from runtime.errors import StrawError
+
+HEADER_LIMIT_BYTES = 100_000_000  # the format's own limit
+TORCH_DTYPES = {
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "F32": torch.float32,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E8M0": torch.float8_e8m0fnu,
+}
+
+
+class TensorSpec(NamedTuple):
+    """What a tensor must be: safetensors dtype name and shape."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of its payload."""
+        return prod(self.shape) * TORCH_DTYPES[self.dtype].itemsize
+
+    def __str__(self) -> str:
+        return f"{self.dtype} {list(self.shape)}"
+
+
+class TensorEntry(NamedTuple):
+    """A tensor found in a file: what it is and where its bytes begin, counted from the start of the file."""
+
+    spec: TensorSpec
+    offset_bytes: int
+
+
+class SafetensorsFile:
+    """An open safetensors file: `entries` by name, `read` of one tensor. Holds a file descriptor until `close`."""
+
+    def __init__(self, path: Path, error: type[StrawError], remedy: str) -> None:
+        """Reads and checks the header of `path`; `remedy` ends each message, e.g. "fetch the shard again".
+
+        Raises:
+            error: The file is missing, shorter or longer than its header says, or has a damaged header.
+        """
+        self.path, self._error, self._remedy = path, error, remedy
+        try:
+            self._fd = os.open(path, os.O_RDONLY)
+        except FileNotFoundError:
+            raise error(f"{path}: file is missing, expected a safetensors file; {remedy}") from None
+        try:
+            self.entries, self.metadata = self._read_header()
+        except BaseException:
+            self.close()
+            raise
+
+    def read(self, name: str) -> Tensor:
+        """The tensor `name`, newly allocated on the CPU, in its stored dtype and shape.
+
+        Raises:
+            StrawError: The file ended early or could not be read; the class is the one given at opening.
+        """
+        spec, offset = self.entries[name]
+        raw = torch.empty(spec.size_bytes, dtype=torch.uint8)
+        self.read_into(memoryview(raw.numpy()), offset, name)
+        return raw.view(TORCH_DTYPES[spec.dtype]).view(spec.shape)
+
+    def read_into(self, target: memoryview, offset_bytes: int, what: str) -> None:
+        """Fills `target` from the file's byte `offset_bytes` on; `what` names the content in an error."""
+        done = 0
+        while done < len(target):
+            try:
+                count = os.preadv(self._fd, [target[done:]], offset_bytes + done)
+            except OSError as cause:
+                raise self._error(f"{self.path}: reading {what} failed ({cause.strerror}); {self._remedy}") from cause
+            if count == 0:
+                raise self._error(
+                    f"{self.path}: {what} ends after {done:,} bytes, expected {len(target):,}; {self._remedy}"
+                )
+            done += count
+
+    def close(self) -> None:
+        """Releases the descriptor; a second call does nothing."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def _read_header(self) -> tuple[dict[str, TensorEntry], dict[str, str]]:
+        size = os.fstat(self._fd).st_size
+        length = struct.unpack("<Q", os.pread(self._fd, 8, 0))[0] if size >= 8 else size
+        if size < 8 or length > min(size - 8, HEADER_LIMIT_BYTES):
+            raise self._error(f"{self.path}: {size:,} bytes, too short for its header; {self._remedy}")
+        try:
+            header = json.loads(os.pread(self._fd, length, 8))
+            metadata = header.pop("__metadata__", {})
+            entries = {name: _entry(raw, 8 + length) for name, raw in header.items()}
+        except (ValueError, KeyError, TypeError, AttributeError) as cause:
+            raise self._error(f"{self.path}: header is not safetensors ({cause!r}); {self._remedy}") from cause
+        end = max((offset + spec.size_bytes for spec, offset in entries.values()), default=8 + length)
+        if size != end:
+            raise self._error(f"{self.path}: {size:,} bytes, its header says {end:,}; {self._remedy}")
+        return entries, metadata
+
+
+def _entry(raw: dict[str, Any], data_start: int) -> TensorEntry:
+    spec = TensorSpec(raw["dtype"], tuple(raw["shape"]))
+    begin, end = raw["data_offsets"]
+    if spec.dtype in TORCH_DTYPES and end - begin != spec.size_bytes:
+        raise ValueError(f"{spec} in {end - begin} bytes")
+    return TensorEntry(spec, data_start + begin)

@@ -1,0 +1,122 @@
+"""Random checkpoints in the released raw form, for tests: the tiny family of the golden vectors with any field overridden."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kernels.formats import quantize_fp4, quantize_fp8_block
+from runtime.checkpoint import model_tensors, write_checkpoint
+from runtime.config import ModelConfig
+from runtime.safetensors_file import TensorSpec
+
+TINY: dict[str, Any] = {
+    "architectures": ["DeepseekV4ForCausalLM"],
+    "model_type": "deepseek_v4",
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "expert_dtype": "fp4",
+    "hc_eps": 1e-6,
+    "hc_mult": 4,
+    "hc_sinkhorn_iters": 20,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 256,
+    "index_head_dim": 128,
+    "index_n_heads": 16,
+    "index_topk": 8,
+    "initializer_range": 0.02,
+    "max_position_embeddings": 1048576,
+    "moe_intermediate_size": 128,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "norm_topk_prob": True,
+    "num_attention_heads": 4,
+    "num_experts_per_tok": 2,
+    "num_hidden_layers": 5,
+    "num_hash_layers": 2,
+    "num_key_value_heads": 1,
+    "num_nextn_predict_layers": 1,
+    "o_groups": 2,
+    "o_lora_rank": 128,
+    "q_lora_rank": 128,
+    "qk_rope_head_dim": 64,
+    "quantization_config": {
+        "activation_scheme": "dynamic",
+        "fmt": "e4m3",
+        "quant_method": "fp8",
+        "scale_fmt": "ue8m0",
+        "weight_block_size": [128, 128],
+    },
+    "rms_norm_eps": 1e-6,
+    "rope_scaling": {
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "factor": 16,
+        "original_max_position_embeddings": 65536,
+        "type": "yarn",
+    },
+    "rope_theta": 10000,
+    "routed_scaling_factor": 1.5,
+    "scoring_func": "sqrtsoftplus",
+    "sliding_window": 16,
+    "swiglu_limit": 10.0,
+    "tie_word_embeddings": False,
+    "topk_method": "noaux_tc",
+    "torch_dtype": "bfloat16",
+    "use_cache": True,
+    "vocab_size": 512,
+    "compress_rope_theta": 160000,
+    "compress_ratios": [0, 4, 128, 4, 128, 0],
+}
+
+
+def write_random_checkpoint(
+    directory: Path, seed: int = 0, shard_bytes: int = 4_000_000, **overrides: Any
+) -> dict[str, Any]:
+    """The config (TINY with `overrides`) of the checkpoint it writes: random weights scaled so that activations stay near 1."""
+    raw = TINY | overrides
+    config = ModelConfig.from_json(raw, directory / "config.json")
+    generator = torch.Generator().manual_seed(seed)
+    write_checkpoint(directory, raw, _tensors(config, generator), shard_bytes)
+    return raw
+
+
+def _tensors(config: ModelConfig, generator: torch.Generator) -> Iterator[tuple[str, Tensor]]:
+    for name, spec in model_tensors(config).items():
+        if spec.dtype in ("F8_E4M3", "I8"):
+            scale_name = name.removesuffix("weight") + "scale"
+            yield from zip((name, scale_name), _quantised(spec, generator), strict=True)
+        elif spec.dtype != "F8_E8M0":
+            yield name, _plain(name, spec, config, generator)
+
+
+def _quantised(spec: TensorSpec, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    packing = 2 if spec.dtype == "I8" else 1
+    rows, columns = spec.shape[0], spec.shape[1] * packing
+    weight = torch.randn(rows, columns, generator=generator) / math.sqrt(columns)
+    codes, scales = quantize_fp4(weight) if packing == 2 else quantize_fp8_block(weight)
+    return codes.view(torch.int8) if packing == 2 else codes, scales.view(torch.float8_e8m0fnu)
+
+
+def _plain(name: str, spec: TensorSpec, config: ModelConfig, generator: torch.Generator) -> Tensor:
+    if name.endswith("tid2eid"):
+        scores = torch.rand(spec.shape[0], config.n_routed_experts, generator=generator)
+        return scores.topk(spec.shape[1]).indices
+    noise = torch.randn(spec.shape, generator=generator)
+    if name.endswith("norm.weight"):
+        value = 1 + 0.1 * noise
+    elif len(spec.shape) == 1:
+        value = 0.3 * noise + (0.5 if name.endswith("_scale") else 0)
+    elif name == "embed.weight" or name.endswith(".ape"):
+        value = noise
+    else:
+        value = noise / math.sqrt(spec.shape[-1])
+    return value.to(torch.bfloat16 if spec.dtype == "BF16" else torch.float32)
