@@ -1,6 +1,6 @@
-"""The released checkpoint: `config.json`, an index and safetensors shards with raw names. Reader and writer of that form.
+"""The released checkpoint: `config.json`, an index and safetensors shards with raw names; its reader and its writer.
 
-Owns which tensors a DeepSeek-V4 checkpoint has, with dtype and shape. Draft stages (`mtp.*`) are recognised and left unread.
+Owns which tensors a DeepSeek-V4 checkpoint has, with dtype and shape. Draft stages (`mtp.*`) are known and left unread.
 Opening costs the headers only, whatever the size of the shards.
 """
 
@@ -171,7 +171,7 @@ class Checkpoint:
         return self._shards[self.shard_of[name]].read(name)
 
     def read_slab(self, layer_idx: int, expert_id: int) -> Tensor:
-        """One routed expert as an FP4 slab of byte order 1 (`kernels.formats.split_slab`): uint8 [slab_bytes], on the CPU."""
+        """One routed expert as an FP4 slab (byte order 1, `kernels.formats.split_slab`): uint8 [slab_bytes], on the CPU."""
         names = expert_tensors(self.config, layer_idx, expert_id)
         return torch.cat([self.read(name).view(torch.uint8).flatten() for name in names])
 
@@ -230,7 +230,9 @@ def write_checkpoint(
     """
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
-    shards, weight_map, total = list(_into_shards(tensors, shard_bytes)), {}, 0
+    shards = list(_into_shards(tensors, shard_bytes))
+    weight_map: dict[str, str] = {}
+    total = 0
     for number, shard in enumerate(shards, start=1):
         name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         save_file(shard, directory / name)

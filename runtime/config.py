@@ -1,4 +1,4 @@
-"""ModelConfig: the shape of one model, from a released `config.json`. Keys keep the checkpoint's names; checked once, here."""
+"""ModelConfig: the shape of one model, from a released `config.json`, checked once. Keys keep the checkpoint's names."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ class ModelConfig:
             )
         _require_variant(raw, source)
         try:
-            values = {f.name: _convert(f.type, raw[f.name]) for f in fields(cls) if f.name in required}
+            values = {f.name: _convert(str(f.type), raw[f.name]) for f in fields(cls) if f.name in required}
         except (TypeError, ValueError) as error:
             raise CheckpointError(f"{source}: a value has the wrong type ({error}); fetch config.json again") from error
         return cls(**values, rope_scaling=_rope_scaling(raw.get("rope_scaling"), source))

@@ -1,4 +1,4 @@
-"""Random checkpoints in the released raw form, for tests: the tiny family of the golden vectors with any field overridden."""
+"""Random checkpoints in the released raw form, for tests: the golden vectors' tiny family, any field overridden."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ TINY: dict[str, Any] = {
 def write_random_checkpoint(
     directory: Path, seed: int = 0, shard_bytes: int = 4_000_000, **overrides: Any
 ) -> dict[str, Any]:
-    """The config (TINY with `overrides`) of the checkpoint it writes: random weights scaled so that activations stay near 1."""
+    """The config (TINY with `overrides`) of the checkpoint it writes; random weights that keep activations near 1."""
     raw = TINY | overrides
     config = ModelConfig.from_json(raw, directory / "config.json")
     generator = torch.Generator().manual_seed(seed)
