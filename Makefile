@@ -22,10 +22,10 @@ lint: setup
 	$(BIN)/lint-imports
 
 test: setup
-	$(BIN)/pytest -m "not slow and not gpu"
+	$(BIN)/pytest -n 2 -m "not slow and not gpu"
 
 test-slow: setup
-	$(BIN)/pytest -m "slow and not gpu" --timeout 700
+	$(BIN)/pytest -n 2 -m "slow and not gpu" --timeout 700
 
 # On a machine with a CUDA device; uses the interpreter that is there, which must have torch, triton and pytest.
 test-gpu:

@@ -114,7 +114,8 @@ class ModelConfig:
 
     def to_json(self) -> dict[str, Any]:
         """A JSON object that `from_json` turns back into an equal ModelConfig."""
-        return {"model_type": MODEL_TYPE, **asdict(self)}
+        scaling = None if self.rope_scaling is None else {"type": "yarn", **asdict(self.rope_scaling)}
+        return {"model_type": MODEL_TYPE, **asdict(self), "rope_scaling": scaling}
 
     @classmethod
     def from_json(cls, raw: dict[str, Any], source: Path) -> ModelConfig:
@@ -181,9 +182,9 @@ def read_json(path: Path) -> Any:
     """
     try:
         return json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    except OSError as error:
         raise CheckpointError(
-            f"{path}: file is missing, expected in every released checkpoint; fetch it again or name another directory"
+            f"{path}: cannot be read ({error.strerror}), expected in every released checkpoint; fetch it again or name another directory"
         ) from None
     except (UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise CheckpointError(f"{path}: not JSON ({error}); fetch it again") from error
+        raise CheckpointError(f"{path}: not JSON ({error}), expected a JSON file; fetch it again") from error

@@ -11,3 +11,7 @@ class CheckpointError(StrawError):
 
 class ArtifactError(StrawError):
     """A model directory is missing, incomplete, damaged or of another version."""
+
+
+class ContextFullError(StrawError):
+    """The sequence has reached the context that its state was allocated for."""

@@ -62,8 +62,8 @@ class SafetensorsFile:
         self.path, self._error, self._remedy = path, error, remedy
         try:
             self._fd = os.open(path, os.O_RDONLY)
-        except FileNotFoundError:
-            raise error(f"{path}: file is missing, expected a safetensors file; {remedy}") from None
+        except OSError as cause:
+            raise error(f"{path}: cannot be opened ({cause.strerror}), expected a safetensors file; {remedy}") from None
         try:
             self.entries, self.metadata = self._read_header()
         except BaseException:
@@ -78,7 +78,7 @@ class SafetensorsFile:
         """
         spec, offset = self.entries[name]
         raw = torch.empty(spec.size_bytes, dtype=torch.uint8)
-        self.read_into(memoryview(raw.numpy()), offset, name)
+        self.read_into(raw.numpy().data, offset, name)
         return raw.view(TORCH_DTYPES[spec.dtype]).view(spec.shape)
 
     def read_into(self, target: memoryview, offset_bytes: int, what: str) -> None:
@@ -105,7 +105,7 @@ class SafetensorsFile:
         size = os.fstat(self._fd).st_size
         length = struct.unpack("<Q", os.pread(self._fd, 8, 0))[0] if size >= 8 else size
         if size < 8 or length > min(size - 8, HEADER_LIMIT_BYTES):
-            raise self._error(f"{self.path}: {size:,} bytes, too short for its header; {self._remedy}")
+            raise self._error(f"{self.path}: {size:,} bytes, expected a whole safetensors header; {self._remedy}")
         try:
             header = json.loads(os.pread(self._fd, length, 8))
             metadata = header.pop("__metadata__", {})

@@ -43,7 +43,11 @@ def build_model(
         embed=place.plain("embed.weight"),
         blocks=tuple(_block(place, config, layer_idx) for layer_idx in range(config.num_hidden_layers)),
         hyper_head=HyperHead(
-            *(place.plain(f"hc_head_{part}") for part in ("fn", "base", "scale")), config.hc_eps, config.rms_norm_eps
+            fn=place.plain("hc_head_fn"),
+            base=place.plain("hc_head_base"),
+            scale=place.plain("hc_head_scale"),
+            eps=config.hc_eps,
+            norm_eps=config.rms_norm_eps,
         ),
         norm=place.plain("norm.weight"),
         head=place.plain("head.weight"),
@@ -83,11 +87,13 @@ def _block(place: _Placer, config: ModelConfig, layer_idx: int) -> Block:
 
 def _hyper_connection(place: _Placer, config: ModelConfig, stem: str) -> HyperConnection:
     return HyperConnection(
-        *(place.plain(f"{stem}_{part}") for part in ("fn", "base", "scale")),
-        config.hc_mult,
-        config.hc_sinkhorn_iters,
-        config.hc_eps,
-        config.rms_norm_eps,
+        fn=place.plain(f"{stem}_fn"),
+        base=place.plain(f"{stem}_base"),
+        scale=place.plain(f"{stem}_scale"),
+        num_streams=config.hc_mult,
+        sinkhorn_iters=config.hc_sinkhorn_iters,
+        eps=config.hc_eps,
+        norm_eps=config.rms_norm_eps,
     )
 
 
@@ -149,5 +155,12 @@ def _moe(place: _Placer, config: ModelConfig, layer_idx: int) -> MixtureOfExpert
         topk=config.num_experts_per_tok,
         scaling=config.routed_scaling_factor,
     )
-    shared = [place.matrix(f"{stem}.shared_experts.{name}") for name in ("w1", "w3", "w2")]
-    return MixtureOfExperts(layer_idx, router, *shared, config.swiglu_limit, place.rounding.linear)
+    return MixtureOfExperts(
+        layer_idx=layer_idx,
+        router=router,
+        w1=place.matrix(f"{stem}.shared_experts.w1"),
+        w3=place.matrix(f"{stem}.shared_experts.w3"),
+        w2=place.matrix(f"{stem}.shared_experts.w2"),
+        limit=config.swiglu_limit,
+        round_inputs=place.rounding.linear,
+    )

@@ -1,0 +1,169 @@
+"""A conversation over a Session: which token ids each turn sends, and the loop that talks with a person.
+
+Owns turns and their streaming to a terminal. The grammar of a turn is `chat_template`'s, the tokens are the session's.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import TextIO
+
+from tokenizers import Tokenizer
+
+from runtime.chat_template import ChatOptions, Message, render_prompt, render_transcript, split_answer
+from runtime.engine import Session
+from runtime.errors import ArtifactError, ContextFullError, StrawError
+from runtime.tokenizer import Detokenizer, encode
+
+HELP = "/reset forgets the conversation, /stats prints counters, Ctrl-C stops an answer, Ctrl-D or /exit ends"
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How answers are drawn and how long they may become."""
+
+    max_new_tokens: int
+    temperature: float
+    top_p: float
+    seed: int
+
+
+@dataclass(slots=True)
+class Timing:
+    """Wall clock of one answer, measured where its tokens arrive."""
+
+    started: float = field(default_factory=time.perf_counter)
+    first_token_seconds: float | None = None
+    tokens: int = 0
+
+    def count(self) -> None:
+        """One more token has arrived."""
+        self.tokens += 1
+        if self.first_token_seconds is None:
+            self.first_token_seconds = time.perf_counter() - self.started
+
+    def line(self, prompt_tokens: int) -> str:
+        """Time to first token; then the tokens after it, their seconds and their rate, apart from the prompt's work."""
+        if self.first_token_seconds is None:
+            return "no token"
+        seconds = time.perf_counter() - self.started - self.first_token_seconds
+        first = f"first token after {self.first_token_seconds:.2f} s ({prompt_tokens:,} prompt tokens)"
+        if self.tokens < 2:
+            return first
+        rate = (self.tokens - 1) / seconds
+        return f"{first} · decode {self.tokens - 1:,} tokens in {seconds:.2f} s = {rate:.2f} tokens/s"
+
+
+class Conversation:
+    """Turns of one conversation, as messages and as the ids that the model has seen or written."""
+
+    def __init__(self, tokenizer: Tokenizer, options: ChatOptions, system: str = "") -> None:
+        self._tokenizer, self._options = tokenizer, options
+        self._opening = [Message("system", system)] if system else []
+        self.reset()
+
+    def reset(self) -> None:
+        """Back to the system text alone."""
+        self.messages = list(self._opening)
+        self._transcript, self._ids = "", list[int]()  # what is answered so far: as text and as ids
+
+    def ask(self, text: str) -> list[int]:
+        """The prompt ids of the whole conversation with `text` as the next user turn.
+
+        Answers keep the ids that the model wrote; their text encoded anew may give others. Where the encoding of earlier
+        turns changes (reasoning that is dropped), all of it is encoded anew.
+        """
+        self.messages.append(Message("user", text))
+        prompt = render_prompt(self.messages, self._options)
+        if self._ids and prompt.startswith(self._transcript):
+            return self._ids + encode(self._tokenizer, prompt[len(self._transcript) :])
+        return encode(self._tokenizer, prompt)
+
+    def answered(self, prompt_ids: list[int], answer_ids: list[int], eos_token_id: int) -> None:
+        """Records the answer to the last `ask`, complete or stopped."""
+        detokenizer = Detokenizer(self._tokenizer)
+        text = "".join(map(detokenizer.push, answer_ids)) + detokenizer.finish()
+        reasoning, content = split_answer(text, self._options.thinking, finished=True)
+        self.messages.append(Message("assistant", content, reasoning))
+        self._transcript = render_transcript(self.messages, self._options)
+        self._ids = prompt_ids + answer_ids + ([] if answer_ids[-1:] == [eos_token_id] else [eos_token_id])
+
+
+def require_tokenizer(session: Session) -> Tokenizer:
+    """The session's tokenizer.
+
+    Raises:
+        ArtifactError: The model has none, so it cannot take or give text.
+    """
+    if session.tokenizer is None:
+        raise ArtifactError(
+            f"{session.directory / 'tokenizer.json'}: file is missing, expected the model's tokenizer; copy it there"
+            " (the Python API works on token ids without it)"
+        )
+    return session.tokenizer
+
+
+def stream_answer(
+    session: Session, prompt_ids: list[int], sampling: Sampling, output: TextIO
+) -> Iterator[tuple[int, Timing]]:
+    """Yields each answer id with the running Timing after writing its text to `output`."""
+    detokenizer, timing = Detokenizer(require_tokenizer(session)), Timing()
+    for token_id in session.generate(
+        prompt_ids, sampling.max_new_tokens, sampling.temperature, sampling.top_p, sampling.seed
+    ):
+        timing.count()
+        output.write(detokenizer.push(token_id))
+        output.flush()
+        yield token_id, timing
+    output.write(detokenizer.finish() + "\n")
+
+
+def answer(session: Session, conversation: Conversation, text: str, sampling: Sampling) -> None:
+    """Streams the answer to `text` to stdout and its timing to stderr, and records it; Ctrl-C ends it early."""
+    prompt_ids, answer_ids, timing = conversation.ask(text), list[int](), Timing()
+    note = ""
+    try:
+        for token_id, running in stream_answer(session, prompt_ids, sampling, sys.stdout):
+            answer_ids.append(token_id)
+            timing = running
+    except KeyboardInterrupt:
+        note = "stopped; the conversation is kept\n"
+        sys.stdout.write("\n")
+    except ContextFullError as full:
+        note = f"{full}\n"
+        sys.stdout.write("\n")
+    conversation.answered(prompt_ids, answer_ids, session.config.eos_token_id)
+    sys.stderr.write(f"{note}{timing.line(len(prompt_ids))}\n")
+
+
+def converse(session: Session, conversation: Conversation, sampling: Sampling) -> None:
+    """Reads user turns from stdin until it ends, answers each; commands begin with a slash."""
+    sys.stderr.write(f"{HELP}\n")
+    while True:
+        try:
+            text = input("> " if sys.stdin.isatty() else "").strip()
+        except (EOFError, KeyboardInterrupt):
+            sys.stderr.write("\n")
+            return
+        except UnicodeDecodeError as error:
+            raise StrawError(f"stdin: not UTF-8 text ({error.reason}), expected text; check the input") from error
+        if text == "/exit":
+            return
+        if text:
+            _turn(session, conversation, sampling, text)
+
+
+def _turn(session: Session, conversation: Conversation, sampling: Sampling, text: str) -> None:
+    if text == "/reset":
+        conversation.reset()
+        session.reset()
+    elif text == "/stats":
+        sys.stderr.write(json.dumps(session.stats(), indent=1) + "\n")
+    elif text.startswith("/"):
+        sys.stderr.write(f"{text}: not a command; {HELP}\n")
+    else:
+        answer(session, conversation, text, sampling)

@@ -1,0 +1,286 @@
+"""How a token comes out: a Session holds one model and one sequence, and turns token ids into logits and more token ids.
+
+Owns the order of things (prefill in chunks, then step by step) and the tokens whose state is held. The arithmetic is the
+model's (`runtime.models`), the choice of a token the sampler's, the experts their provider's.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer
+from torch import Tensor
+
+from runtime.artifact import MANIFEST, ModelDirectory
+from runtime.checkpoint import INDEX, Checkpoint
+from runtime.config import ModelConfig
+from runtime.demo import DEMO_NAME, prepared_demo
+from runtime.errors import ArtifactError, ContextFullError, StrawError
+from runtime.models.deepseek_v4.build import build_model
+from runtime.models.deepseek_v4.model import DeepseekV4
+from runtime.models.deepseek_v4.state import Snapshot, State
+from runtime.models.experts import ExpertProvider, RouterObserver
+from runtime.models.rounding import ActivationRounding
+from runtime.resident import ResidentExperts
+from runtime.sampler import Sampler
+from runtime.tokenizer import load_tokenizer
+
+PREFILL_CHUNK = 256  # tokens of one forward: attention scores of 64 heads stay below 100 MB at 4,096 tokens of context
+DEFAULT_CONTEXT = 4096
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@dataclass(slots=True)
+class Counters:
+    """What a session has done since it was opened; times are wall clock around finished work."""
+
+    prefill_tokens: int = 0
+    prefill_seconds: float = 0.0
+    decode_tokens: int = 0
+    decode_seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class SessionSnapshot:
+    """A moment of a session; stays valid whatever the session does next."""
+
+    token_ids: tuple[int, ...]
+    state: Snapshot
+
+
+class Session:
+    """One model, one sequence. Not thread-safe; a call that fails or is interrupted leaves an empty sequence behind."""
+
+    def __init__(
+        self, model: DeepseekV4, experts: ExpertProvider, state: State, tokenizer: Tokenizer | None, directory: Path
+    ) -> None:
+        self.config: ModelConfig = model.config
+        self.tokenizer = tokenizer
+        self.directory = directory
+        self.observer: RouterObserver | None = None  # sees every router's input and picks from the next forward on
+        self._model, self._experts, self._state = model, experts, state
+        self._token_ids: list[int] = []  # the tokens that `_state` holds
+        self._counters = Counters()
+
+    @property
+    def context(self) -> int:
+        """Tokens that the sequence may have."""
+        return self._state.context
+
+    @property
+    def token_ids(self) -> list[int]:
+        """A copy of the sequence so far."""
+        return list(self._token_ids)
+
+    def logits(self, token_ids: Sequence[int]) -> Tensor:
+        """float32 [T, V]: the next-token logits after each token, from position 0; the session's own sequence stays."""
+        kept = self.snapshot()
+        self.reset()
+        try:
+            return torch.cat([self._model_logits(hidden) for hidden in self._forward(token_ids)])
+        finally:
+            self.restore(kept)
+
+    def prefill(self, token_ids: Sequence[int]) -> Tensor:
+        """float32 [V]: the next-token logits after appending `token_ids` to the sequence.
+
+        Raises:
+            ContextFullError: They do not fit; nothing has been appended.
+            ValueError: No token, or an id outside the vocabulary.
+        """
+        start = time.perf_counter()
+        for hidden in self._forward(token_ids):
+            last = hidden[-1:]
+        logits = self._model_logits(last)[0]
+        self._wait()
+        self._counters.prefill_tokens += len(token_ids)
+        self._counters.prefill_seconds += time.perf_counter() - start
+        return logits
+
+    def step(self, token_id: int) -> Tensor:
+        """float32 [V]: the next-token logits after appending one token; errors as in `prefill`."""
+        start = time.perf_counter()
+        (hidden,) = self._forward([token_id])
+        logits = self._model_logits(hidden)[0]
+        self._wait()
+        self._counters.decode_tokens += 1
+        self._counters.decode_seconds += time.perf_counter() - start
+        return logits
+
+    def generate(
+        self,
+        prompt_ids: Sequence[int],
+        max_new_tokens: int = 64,
+        temperature: float = 0.0,
+        top_p: float = 1.0,
+        seed: int = 0,
+    ) -> Iterator[int]:
+        """Yields up to `max_new_tokens` ids that follow `prompt_ids`, the last one EOS if the model ends there.
+
+        `prompt_ids` is the whole text from position 0. What the session already holds of it is not computed again: a
+        conversation passes all of itself at every turn and pays for the new part only.
+
+        Raises:
+            ValueError: An argument outside its range, at once.
+            ContextFullError: The prompt, or the next token, does not fit; from the iteration.
+        """
+        if max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens is {max_new_tokens}, expected at least 1")
+        return self._generate(self._checked(prompt_ids), max_new_tokens, Sampler(temperature, top_p, seed))
+
+    def snapshot(self) -> SessionSnapshot:
+        """The sequence as it stands, for `restore`."""
+        return SessionSnapshot(tuple(self._token_ids), self._state.snapshot())
+
+    def restore(self, snapshot: SessionSnapshot) -> None:
+        """Back to the snapshot's sequence, bit for bit."""
+        self._state.restore(snapshot.state)
+        self._token_ids = list(snapshot.token_ids)
+
+    def reset(self) -> None:
+        """An empty sequence."""
+        self._state.reset()
+        self._token_ids = []
+
+    def stats(self) -> dict[str, int | float]:
+        """Counters since the session was opened, and how full the context is."""
+        return {**asdict(self._counters), "context_tokens": len(self._token_ids), "context": self.context}
+
+    def _generate(self, prompt_ids: list[int], max_new_tokens: int, sampler: Sampler) -> Iterator[int]:
+        held = len(self._token_ids)
+        if held >= len(prompt_ids) or prompt_ids[:held] != self._token_ids:
+            self.reset()
+            held = 0
+        logits = self.prefill(prompt_ids[held:])
+        for remaining in reversed(range(max_new_tokens)):
+            token_id = sampler(logits)
+            yield token_id
+            if token_id == self.config.eos_token_id or not remaining:
+                return
+            logits = self.step(token_id)
+
+    def _forward(self, token_ids: Sequence[int]) -> Iterator[Tensor]:
+        """Final hidden states [T, D] of each chunk of the tokens, which join the sequence."""
+        ids = self._checked(token_ids)
+        if len(self._token_ids) + len(ids) > self.context:
+            raise ContextFullError(
+                f"context: {len(self._token_ids):,} tokens held and {len(ids):,} more to come, expected at most"
+                f" {self.context:,} in all; start afresh (/reset in chat) or give a larger --context"
+            )
+        tensor = torch.tensor(ids, device=self._state.position.device)
+        for chunk in tensor.split(PREFILL_CHUNK):
+            yield self._forward_chunk(chunk)
+
+    def _forward_chunk(self, token_ids: Tensor) -> Tensor:
+        try:
+            with torch.inference_mode():
+                hidden = self._model.forward(token_ids, self._state, self._experts, self.observer)
+        except BaseException:
+            self.reset()  # some layers have moved on and others not: nothing of this sequence can be used
+            raise
+        self._token_ids += token_ids.tolist()
+        return hidden
+
+    def _model_logits(self, hidden: Tensor) -> Tensor:
+        with torch.inference_mode():
+            return self._model.logits(hidden)
+
+    def _checked(self, token_ids: Sequence[int]) -> list[int]:
+        ids = [int(token_id) for token_id in token_ids]
+        wrong = [token_id for token_id in ids if not 0 <= token_id < self.config.vocab_size]
+        if not ids or wrong:
+            found = f"id {wrong[0]}" if wrong else "no token"
+            raise ValueError(f"token ids: {found}, expected one or more ids below {self.config.vocab_size:,}")
+        return ids
+
+    def _wait(self) -> None:
+        if self._state.position.is_cuda:
+            torch.cuda.synchronize(self._state.position.device)
+
+
+def open_model(
+    model: str | Path = DEMO_NAME,
+    *,
+    device: str = "cpu",
+    dtype: str | None = None,
+    ladder: str = "exact",
+    context: int | None = None,
+    rounding: ActivationRounding | None = None,
+) -> Session:
+    """A Session on a model directory, a released checkpoint that fits in memory, or "demo", the shipped model.
+
+    Args:
+        model: A directory, or "demo", which is prepared on first use.
+        device: "cpu", "cuda" or "cuda:i".
+        dtype: "float32" or "bfloat16"; None is float32 on the CPU and bfloat16 on CUDA.
+        ladder: "exact".
+        context: Tokens of the longest sequence; None is min(4096, max_position_embeddings).
+        rounding: Activation rounding of the official code; None is off.
+
+    Raises:
+        StrawError: The directory, the device or an option is not usable; one line that says why.
+    """
+    place, number = _device(device), _dtype(dtype, device)
+    if ladder != "exact":
+        raise StrawError(
+            f"ladder is {ladder!r}, expected 'exact': {model} has no 2-bit precision in use; run prep requant on it first"
+        )
+    directory = prepared_demo() if model == DEMO_NAME else Path(model)
+    source = _open_source(directory)
+    try:
+        length = _context(context, source.config)
+        rounding = rounding or ActivationRounding()
+        weights = build_model(source, number, place, rounding)
+        experts = ResidentExperts(source, number, place, rounding.linear)
+    finally:
+        source.close()
+    state = State(source.config, length, number, place)
+    return Session(weights, experts, state, load_tokenizer(directory), directory)
+
+
+def _open_source(directory: Path) -> Checkpoint | ModelDirectory:
+    if (directory / MANIFEST).exists():
+        return ModelDirectory(directory)
+    if (directory / INDEX).exists():
+        return Checkpoint(directory)
+    found = "no such directory" if not directory.is_dir() else f"neither {MANIFEST} nor {INDEX} in it"
+    raise ArtifactError(
+        f"{directory}: {found}, expected a model directory or a released checkpoint; run: prep layout CHECKPOINT MODEL"
+    )
+
+
+def best_device() -> str:
+    """ "cuda" where there is a CUDA device, else "cpu"."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _device(name: str) -> torch.device:
+    kind, _, index = name.partition(":")
+    if kind not in ("cpu", "cuda") or (index and not index.isdigit()):
+        raise StrawError(f"device is {name!r}, expected cpu, cuda or cuda:i; correct --device")
+    if kind == "cuda" and int(index or 0) >= torch.cuda.device_count():
+        raise StrawError(
+            f"device is {name!r}, found {torch.cuda.device_count()} CUDA devices; use --device cpu, or check the driver"
+        )
+    return torch.device(name)
+
+
+def _dtype(name: str | None, device: str) -> torch.dtype:
+    if name is None:
+        return torch.float32 if device == "cpu" else torch.bfloat16
+    if name not in DTYPES:
+        raise StrawError(f"dtype is {name!r}, expected {' or '.join(DTYPES)}; correct --dtype")
+    return DTYPES[name]
+
+
+def _context(context: int | None, config: ModelConfig) -> int:
+    longest = config.max_position_embeddings
+    if context is None:
+        return min(DEFAULT_CONTEXT, longest)
+    if not 1 <= context <= longest:
+        raise StrawError(f"context is {context:,} tokens, expected 1 to {longest:,}; correct --context")
+    return context
