@@ -184,7 +184,7 @@ def read_json(path: Path) -> Any:
         return json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise CheckpointError(
-            f"{path}: cannot be read ({error.strerror}), expected in every released checkpoint; fetch it again or name another directory"
+            f"{path}: cannot be read ({error.strerror}), expected it in every released checkpoint; fetch it again or name another directory"
         ) from None
     except (UnicodeDecodeError, json.JSONDecodeError) as error:
         raise CheckpointError(f"{path}: not JSON ({error}), expected a JSON file; fetch it again") from error

@@ -57,7 +57,7 @@ def assert_one_line(code: object, out: str, err: str, *named: str) -> None:
     assert err.endswith("\n")
     assert "Traceback" not in err
     assert all(part in err for part in named), err
-    assert any(word in err for word in ("expected", "says", "too short", "not JSON")), err
+    assert any(word in err for word in ("expected", "says")), err
     assert ";" in err  # the remedy stands behind it
 
 
@@ -113,14 +113,14 @@ EXPERT = "layers.1.ffn.experts.2.w3"
 # (id, damage, what the line must hold: the file, what was found, what was expected)
 DAMAGES: list[tuple[str, Callable[[Path], object], list[str]]] = [
     ("no checkpoint", shutil.rmtree, ["no such directory, expected a released checkpoint"]),
-    ("no config", lambda s: (s / "config.json").unlink(), ["config.json", "file is missing"]),
+    ("no config", lambda s: (s / "config.json").unlink(), ["config.json", "No such file"]),
     ("config not json", lambda s: (s / "config.json").write_text("{"), ["config.json", "not JSON"]),
-    ("no index", lambda s: (s / INDEX).unlink(), [INDEX, "file is missing"]),
+    ("no index", lambda s: (s / INDEX).unlink(), [INDEX, "No such file"]),
     ("index without map", lambda s: (s / INDEX).write_text("{}"), [INDEX, "no weight_map"]),
-    ("missing shard", lambda s: _shard(s).unlink(), [SHARD, "file is missing, expected a safetensors file"]),
+    ("missing shard", lambda s: _shard(s).unlink(), [SHARD, "No such file or directory), expected a safetensors file"]),
     ("truncated shard", lambda s: _truncate(_shard(s), 70_000), [SHARD, "70,000 bytes, its header says"]),
-    ("shard cut in its header", lambda s: _truncate(_shard(s), 50), [SHARD, "50 bytes, too short for its header"]),
-    ("empty shard", lambda s: _truncate(_shard(s), 0), [SHARD, "0 bytes, too short for its header"]),
+    ("shard cut in its header", lambda s: _truncate(_shard(s), 50), [SHARD, "50 bytes, expected a whole safetensors header"]),
+    ("empty shard", lambda s: _truncate(_shard(s), 0), [SHARD, "0 bytes, expected a whole safetensors header"]),
     (
         "tensor missing in the index",
         lambda s: _drop_from_index(s, f"{EXPERT}.weight"),
