@@ -33,9 +33,7 @@ def _empty(session: Session) -> None:
     session.reset()
 
 
-def test_a_model_directory_gives_the_bits_of_its_checkpoint(
-    checkpoint: Path, session: Session, tmp_path: Path
-) -> None:
+def test_a_model_directory_gives_the_bits_of_its_checkpoint(checkpoint: Path, session: Session, tmp_path: Path) -> None:
     layout(checkpoint, tmp_path / "model")
     assert torch.equal(open_model(tmp_path / "model").logits(TOKENS[:40]), session.logits(TOKENS[:40]))
 
@@ -165,7 +163,7 @@ def test_options_that_cannot_be_met(checkpoint: Path, options: dict[str, object]
 
 
 def test_a_directory_that_is_no_model(tmp_path: Path) -> None:
-    with pytest.raises(ArtifactError, match="neither manifest.json nor"):
+    with pytest.raises(ArtifactError, match=r"neither manifest\.json nor"):
         open_model(tmp_path)
     with pytest.raises(ArtifactError, match="no such directory"):
         open_model(tmp_path / "absent")

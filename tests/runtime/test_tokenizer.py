@@ -5,26 +5,13 @@ import json
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from tiny_tokenizer import build_tokenizer
+from tokenizers import processors
 
 from runtime.errors import ArtifactError
 from runtime.tokenizer import Detokenizer, encode, load_tokenizer
 
 BOS, EOS, USER, THINK_END = "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜User｜>", "</think>"
-
-
-def build_tokenizer():
-    """A byte-level BPE trained on two lines, with some of the real special-token names."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=300, special_tokens=[BOS, EOS], initial_alphabet=alphabet, show_progress=False
-    )
-    tokenizer.train_from_iterator(["hello hello world", "我们必须 我们 🙂🙂 ｜User｜"], trainer)
-    tokenizer.add_tokens([AddedToken(name, special=False, normalized=False) for name in (USER, THINK_END)])
-    return tokenizer
 
 
 @pytest.fixture(scope="module")
