@@ -15,6 +15,7 @@ GROUP_SIZE = 32  # weights along K that share one byte
 BLOCK_SIZE = 128  # rows and columns that share one FP8 scale
 E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 E4M3_MAX = 448.0
+INT2_LEVELS = (-1.5, -0.5, 0.5, 1.5)
 
 
 class Plane(NamedTuple):
@@ -34,7 +35,53 @@ class Plane(NamedTuple):
         return 3 * sum(self.matrix_bytes(width, hidden))
 
 
-PLANES = {"fp4": Plane("fp4", 4, True)}
+PLANES = {
+    "fp4": Plane("fp4", 4, True),
+    "int2": Plane("int2", 2, True),
+    "quad2": Plane("quad2", 2, True),
+    "base": Plane("base", 2, True),
+    "residual": Plane("residual", 2, False),
+}
+
+
+class TableTensor(NamedTuple):
+    """A tensor of tables.safetensors; in `shape` "L" is the layers, "E" the experts, and 3 the matrices w1, w3, w2."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int | str, ...]
+
+    def sizes(self, layers: int, experts: int) -> tuple[int, ...]:
+        """The shape in numbers."""
+        letters = {"L": layers, "E": experts}
+        return tuple(letters[size] if isinstance(size, str) else size for size in self.shape)
+
+
+class Code(NamedTuple):
+    """How a directory spells its 2-bit precision: the planes it adds (the first alone is that precision) and its tables."""
+
+    planes: tuple[str, ...]
+    tables: tuple[TableTensor, ...]
+
+
+CODES = {
+    "int2": Code(("int2",), (TableTensor("int2.normalisers", torch.float32, ("L", "E", 3)),)),
+    "quad2": Code(
+        ("quad2",),
+        (
+            TableTensor("quad2.levels", torch.float16, ("L", 3, 256, 4)),
+            TableTensor("quad2.normalisers", torch.float32, ("L", "E", 3)),
+        ),
+    ),
+    "split": Code(
+        ("base", "residual"),
+        (
+            TableTensor("split.exponents", torch.uint8, ("L", 3, 256)),
+            TableTensor("split.partitions", torch.uint8, ("L", 3, 256)),
+            TableTensor("split.levels", torch.float16, ("L", 3, 256, 4)),
+        ),
+    ),
+}
 
 
 class Matrix(NamedTuple):
@@ -66,9 +113,11 @@ def split_slab(slab: Tensor, plane: Plane, hidden: int, width: int) -> tuple[Mat
 
 def pack_codes(codes: Tensor, bits: int) -> Tensor:
     """[..., K] uint8 codes below 2^bits -> [..., K*bits/8] uint8; the first code lies in the lowest bits."""
-    per_byte = 8 // bits
-    shifts = torch.arange(per_byte, device=codes.device, dtype=torch.uint8) * bits
-    return (codes.unflatten(-1, (-1, per_byte)) << shifts).sum(-1, dtype=torch.uint8)
+    first, *others = codes.unflatten(-1, (-1, 8 // bits)).unbind(-1)
+    packed = first
+    for place, other in enumerate(others, 1):
+        packed = packed | other << place * bits
+    return packed
 
 
 def unpack_codes(packed: Tensor, bits: int) -> Tensor:
@@ -114,9 +163,58 @@ def dequantize_fp4(matrix: Matrix, dtype: torch.dtype = torch.float32) -> Tensor
     """The exact values [..., N, K] of an MXFP4 matrix: E2M1(code) * 2^(byte-127)."""
     assert matrix.scales is not None
     values = torch.tensor(E2M1_VALUES, device=matrix.codes.device)
-    pairs = torch.stack([values.repeat(16), values.repeat_interleave(16)], -1)  # [256, 2]: low nibble first
-    weights = pairs[matrix.codes.int()].flatten(-2).unflatten(-1, (-1, GROUP_SIZE))
-    return (weights * e8m0_to_float32(matrix.scales)[..., None]).flatten(-2).to(dtype)
+    return _scaled(_look_up_pairs(values, matrix.codes), e8m0_to_float32(matrix.scales)).to(dtype)
+
+
+def dequantize_int2(matrix: Matrix, normalisers: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """The values [..., N, K] of INT2 matrices: E4M3(byte) * (-1.5, -0.5, 0.5, 1.5)[code] * normaliser.
+
+    Args:
+        matrix: Codes [..., N, K/4], E4M3 bytes [..., N, K/32].
+        normalisers: [...] float32, one a matrix.
+        dtype: Of the result; the products are float32.
+    """
+    assert matrix.scales is not None
+    values = torch.tensor(INT2_LEVELS, device=matrix.codes.device)
+    scales = matrix.scales.view(torch.float8_e4m3fn).float() * normalisers[..., None, None]
+    return _scaled(_look_up_pairs(values, unpack_codes(matrix.codes, 4)), scales).to(dtype)
+
+
+def dequantize_quad2(matrix: Matrix, levels: Tensor, normalisers: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """The values [..., N, K] of QUAD2 matrices of one layer and projection: levels[byte, code] * normaliser.
+
+    Args:
+        matrix: Codes [..., N, K/4], rows of the table [..., N, K/32].
+        levels: [256, 4] float16.
+        normalisers: [...] float32, one a matrix.
+        dtype: Of the result; the products are float32.
+    """
+    return look_up_rows(levels.float(), matrix).mul_(normalisers[..., None, None]).to(dtype)
+
+
+def look_up_rows(rows: Tensor, matrix: Matrix) -> Tensor:
+    """rows[byte, code] of every weight: [256, 4] float32, codes [..., N, K/4], bytes [..., N, K/32] -> [..., N, K]."""
+    assert matrix.scales is not None
+    nibbles = unpack_codes(matrix.codes, 4).unflatten(-1, (-1, GROUP_SIZE // 2))
+    return _look_up_pairs(rows, (matrix.scales.int() << 4)[..., None] | nibbles).flatten(-2)
+
+
+def _look_up_pairs(values: Tensor, pairs: Tensor) -> Tensor:
+    """values[..., code] of two codes at a time: [R, n] float32 rows, pairs [..., P] = row*n*n + second*n + first -> [..., 2P].
+
+    A gather of 64-bit elements is several times faster on a CPU than one of rows of two floats.
+    """
+    count = values.shape[-1]
+    firsts = values.repeat([1] * (values.ndim - 1) + [count])
+    seconds = values.repeat_interleave(count, -1)
+    both = torch.stack([firsts.flatten(), seconds.flatten()], -1).view(torch.int64).flatten()
+    return both.index_select(0, pairs.int().flatten()).view(torch.float32).view(*pairs.shape[:-1], -1)
+
+
+def _scaled(weights: Tensor, scales: Tensor) -> Tensor:
+    """`weights` [..., N, K], each group multiplied by its scale [..., N, K/32], in place."""
+    weights.unflatten(-1, (-1, GROUP_SIZE)).mul_(scales[..., None])
+    return weights
 
 
 def quantize_fp8_block(weight: Tensor) -> Matrix:

@@ -91,53 +91,63 @@ def expert_errors(
     return errors
 
 
-def draw(distribution: str, shape: tuple[int, ...], random: torch.Generator) -> Matrix:
-    """FP4 matrices [..., N, K] of synthetic weights of variance 1/K (Student-t5: before its factor 5/3)."""
+def draw(distribution: str, shape: tuple[int, ...], random: torch.Generator, octave: float | None = 0.0) -> Matrix:
+    """FP4 matrices [..., N, K] of synthetic weights: scale 2^octave / sqrt(K), or another octave in [0, 1) for each matrix.
+
+    Where in an octave the weights lie decides how MXFP4's power-of-two scales cut them, and the codes' errors depend on it.
+    """
     weights = torch.randn(shape, generator=random)
     if distribution == "student-t5":
-        weights /= (torch.randn(5, *shape, generator=random).square().mean(0)).sqrt()
-    return quantize_fp4(weights / shape[-1] ** 0.5)
+        weights /= torch.randn(5, *shape, generator=random).square().mean(0).sqrt()
+    octaves = torch.rand(*shape[:-2], 1, 1, generator=random) if octave is None else torch.tensor(octave)
+    return quantize_fp4(weights * 2**octaves / shape[-1] ** 0.5)
 
 
-def study_matrices(distribution: str, seed: int, fresh: int = 2, sample: int = 8) -> dict[str, dict[str, float]]:
-    """Mean weight and output error of each code over `fresh` synthetic matrices."""
+def study_matrices(distribution: str, seed: int, octave: float | None) -> dict[str, dict[str, float]]:
+    """Mean weight and output error of each code over a few synthetic matrices, tables trained on eight others."""
     random = torch.Generator().manual_seed(seed)
-    trained, measured = draw(distribution, (sample, *SHAPE), random), draw(distribution, (fresh, *SHAPE), random)
+    trained, measured = (draw(distribution, (count, *SHAPE), random, octave) for count in (8, 2))
     x = torch.randn(TOKENS, SHAPE[1], generator=random)
     codes = codes_trained_on(trained, measured, seed)
     assert measured.scales is not None
-    parts = zip(measured.codes, measured.scales, strict=True)
-    errors = [matrix_errors(Matrix(*part), x, codes) for part in parts]
+    errors = [matrix_errors(Matrix(*part), x, codes) for part in zip(measured.codes, measured.scales, strict=True)]
     return {name: {kind: mean(one[name][kind] for one in errors) for kind in ("weight", "output")} for name in codes}
 
 
-def study_expert(distribution: str, seed: int, sample: int = 4) -> dict[str, float]:
-    """Output error of each code on one synthetic expert under white activations."""
+def study_expert(distribution: str, seed: int) -> dict[str, float]:
+    """Output error of each code on one synthetic expert under white activations, tables trained on four others."""
     random = torch.Generator().manual_seed(seed)
     width, hidden = EXPERT_SHAPE
     expert, codes = [], []
     for shape in ((width, hidden), (width, hidden), (hidden, width)):
         matrix = draw(distribution, shape, random)
         expert.append(matrix)
-        codes.append(codes_trained_on(draw(distribution, (sample, *shape), random), matrix, seed))
+        codes.append(codes_trained_on(draw(distribution, (4, *shape), random), matrix, seed))
     w1, w3, w2 = expert
     return expert_errors((w1, w3, w2), torch.randn(TOKENS, hidden, generator=random), tuple(codes))
 
 
 def study(seeds: int) -> dict[str, Any]:
-    """All errors by distribution and code: mean over seeds, and the spread of the weight error over seeds."""
+    """All errors by distribution and code.
+
+    Matrices: one scale for all, mean over `seeds` places in an octave (with the lowest and highest), and scales that differ
+    from matrix to matrix. Experts: mean over `seeds`.
+    """
     results: dict[str, Any] = {}
     for distribution in PAST_STUDY:
-        matrices = [study_matrices(distribution, seed) for seed in range(seeds)]
+        matrices = [study_matrices(distribution, seed, seed / seeds) for seed in range(seeds)]
+        mixed = study_matrices(distribution, seeds, None)
         experts = [study_expert(distribution, 100 + seed) for seed in range(seeds)]
         results[distribution] = {
             name: {
                 "weight_error": mean(one[name]["weight"] for one in matrices),
-                "weight_error_spread": _spread([one[name]["weight"] for one in matrices]),
+                "weight_error_range": [f(one[name]["weight"] for one in matrices) for f in (min, max)],
+                "weight_error_mixed_scales": mixed[name]["weight"],
                 "output_error": mean(one[name]["output"] for one in matrices),
                 "expert_output_error": mean(one[name] for one in experts),
+                "earlier_study": PAST_STUDY[distribution].get(name),
             }
-            for name in matrices[0]
+            for name in mixed
         }
     return results
 
@@ -173,18 +183,18 @@ def _seconds(work: Callable[[], object], repeats: int = 3) -> float:
     return min(times)
 
 
-def _spread(values: list[float]) -> float:
-    return max(values) - min(values)
-
-
 def table(results: Mapping[str, Any]) -> str:
     """The results for people, the earlier study's figures beside them."""
-    lines = [f"{'':12}{'code':14}{'weight':>8}{'output':>8}{'expert':>8}   earlier study: weight, expert"]
+    keys = ("weight_error", "weight_error_mixed_scales", "output_error", "expert_output_error")
+    lines = [
+        f"{'':12}{'code':14}{'weight':>8}{'lowest':>8}{'highest':>8}{'mixed':>8}{'output':>8}{'expert':>8}  earlier"
+    ]
     for distribution, codes in results.items():
         for name, errors in codes.items():
-            past = ", ".join(f"{value:.3f}" for value in PAST_STUDY[distribution].get(name, ()))
-            numbers = "".join(f"{errors[key]:8.4f}" for key in ("weight_error", "output_error", "expert_output_error"))
-            lines.append(f"{distribution:12}{name:14}{numbers}   {past}")
+            first, *others = (errors[key] for key in keys)
+            numbers = "".join(f"{value:8.4f}" for value in (first, *errors["weight_error_range"], *others))
+            past = ", ".join(f"{value:.3f}" for value in errors["earlier_study"] or ())
+            lines.append(f"{distribution:12}{name:14}{numbers}  {past}")
     return "\n".join(lines)
 
 
@@ -194,7 +204,7 @@ def measurement(seeds: int) -> dict[str, Any]:
     print(table(results), file=sys.stderr)  # noqa: T201 - the table is this command's output for people
     return {
         "what": "error of the 2-bit codes on synthetic MXFP4 weights, and the solvers' speed on this CPU",
-        "command": f"python -m prep.study --seeds {seeds}",
+        "command": f"python -m prep.study --seeds {seeds} --threads {torch.get_num_threads()}",
         "machine": {"cpu": _processor(), "threads": torch.get_num_threads()},
         "versions": {"python": platform.python_version(), "torch": torch.__version__},
         "commit": _commit(),
@@ -226,7 +236,7 @@ def _commit() -> str:
 def main() -> None:
     """Measures, prints the table on stderr and the JSON as the last line of stdout, writes the measurement file."""
     parser = argparse.ArgumentParser(prog="python -m prep.study", description=__doc__)
-    parser.add_argument("--seeds", type=int, default=2, help="sets of matrices and experts")
+    parser.add_argument("--seeds", type=int, default=4, help="sets of matrices and experts")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads")
     parser.add_argument("--directory", type=Path, default=Path("artifacts/measurements"))
     options = parser.parse_args()
