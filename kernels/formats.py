@@ -6,6 +6,7 @@ chooses the row, the code the value. Matrices are [N, K] (rows out, columns in);
 
 from __future__ import annotations
 
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -162,8 +163,8 @@ def _round_e2m1(x: Tensor) -> Tensor:
 def dequantize_fp4(matrix: Matrix, dtype: torch.dtype = torch.float32) -> Tensor:
     """The exact values [..., N, K] of an MXFP4 matrix: E2M1(code) * 2^(byte-127)."""
     assert matrix.scales is not None
-    values = torch.tensor(E2M1_VALUES, device=matrix.codes.device)
-    return _scaled(_look_up_pairs(values, matrix.codes), e8m0_to_float32(matrix.scales)).to(dtype)
+    pairs = _constant_pairs(E2M1_VALUES, matrix.codes.device)
+    return _scaled(_look_up_pairs(pairs, matrix.codes), e8m0_to_float32(matrix.scales)).to(dtype)
 
 
 def dequantize_int2(matrix: Matrix, normalisers: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -175,9 +176,9 @@ def dequantize_int2(matrix: Matrix, normalisers: Tensor, dtype: torch.dtype = to
         dtype: Of the result; the products are float32.
     """
     assert matrix.scales is not None
-    values = torch.tensor(INT2_LEVELS, device=matrix.codes.device)
+    pairs = _constant_pairs(INT2_LEVELS, matrix.codes.device)
     scales = matrix.scales.view(torch.float8_e4m3fn).float() * normalisers[..., None, None]
-    return _scaled(_look_up_pairs(values, unpack_codes(matrix.codes, 4)), scales).to(dtype)
+    return _scaled(_look_up_pairs(pairs, unpack_codes(matrix.codes, 4)), scales).to(dtype)
 
 
 def dequantize_quad2(matrix: Matrix, levels: Tensor, normalisers: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -196,19 +197,28 @@ def look_up_rows(rows: Tensor, matrix: Matrix) -> Tensor:
     """rows[byte, code] of every weight: [256, 4] float32, codes [..., N, K/4], bytes [..., N, K/32] -> [..., N, K]."""
     assert matrix.scales is not None
     nibbles = unpack_codes(matrix.codes, 4).unflatten(-1, (-1, GROUP_SIZE // 2))
-    return _look_up_pairs(rows, (matrix.scales.int() << 4)[..., None] | nibbles).flatten(-2)
+    return _look_up_pairs(_pairs_of(rows), (matrix.scales.int() << 4)[..., None] | nibbles).flatten(-2)
 
 
-def _look_up_pairs(values: Tensor, pairs: Tensor) -> Tensor:
-    """values[..., code] of two codes at a time: [R, n] float32 rows, pairs [..., P] = row*n*n + second*n + first -> [..., 2P].
-
-    A gather of 64-bit elements is several times faster on a CPU than one of rows of two floats.
-    """
+def _pairs_of(values: Tensor) -> Tensor:
+    """Every two codes' values as one 64-bit number: [R, n] or [n] float32 -> [R*n*n] int64 at row*n*n + second*n + first."""
     count = values.shape[-1]
     firsts = values.repeat([1] * (values.ndim - 1) + [count])
     seconds = values.repeat_interleave(count, -1)
-    both = torch.stack([firsts.flatten(), seconds.flatten()], -1).view(torch.int64).flatten()
-    return both.index_select(0, pairs.int().flatten()).view(torch.float32).view(*pairs.shape[:-1], -1)
+    return torch.stack([firsts.flatten(), seconds.flatten()], -1).view(torch.int64).flatten()
+
+
+@cache
+def _constant_pairs(values: tuple[float, ...], device: torch.device) -> Tensor:
+    return _pairs_of(torch.tensor(values, device=device))
+
+
+def _look_up_pairs(table: Tensor, pairs: Tensor) -> Tensor:
+    """The values of two codes at a time: table as `_pairs_of` gives it, pairs [..., P] its indices -> float32 [..., 2P].
+
+    A gather of 64-bit elements is several times faster on a CPU than one of rows of two floats.
+    """
+    return table.index_select(0, pairs.int().flatten()).view(torch.float32).view(*pairs.shape[:-1], -1)
 
 
 def _scaled(weights: Tensor, scales: Tensor) -> Tensor:
