@@ -6,9 +6,11 @@ Owns turns and their streaming to a terminal. The grammar of a turn is `chat_tem
 from __future__ import annotations
 
 import json
+import signal
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TextIO
 
@@ -122,14 +124,31 @@ def stream_answer(
     output.write(detokenizer.finish() + "\n")
 
 
+@contextmanager
+def interrupts_between_tokens(session: Session) -> Iterator[None]:
+    """Within: the first Ctrl-C waits for the token under way to end, so that nothing is lost; a second one does not wait."""
+    before = signal.getsignal(signal.SIGINT)
+
+    def stop(*_: object) -> None:
+        session.interrupt()
+        signal.signal(signal.SIGINT, before)
+
+    signal.signal(signal.SIGINT, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 def answer(session: Session, conversation: Conversation, text: str, sampling: Sampling) -> None:
     """Streams the answer to `text` to stdout and its timing to stderr, and records it; Ctrl-C ends it early."""
     prompt_ids, answer_ids, timing = conversation.ask(text), list[int](), Timing()
     note = ""
     try:
-        for token_id, running in stream_answer(session, prompt_ids, sampling, sys.stdout):
-            answer_ids.append(token_id)
-            timing = running
+        with interrupts_between_tokens(session):
+            for token_id, running in stream_answer(session, prompt_ids, sampling, sys.stdout):
+                answer_ids.append(token_id)
+                timing = running
     except KeyboardInterrupt:
         note = "stopped; the conversation is kept\n"
         sys.stdout.write("\n")

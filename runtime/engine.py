@@ -65,6 +65,7 @@ class Session:
         self._model, self._experts, self._state = model, experts, state
         self._token_ids: list[int] = []  # the tokens that `_state` holds
         self._counters = Counters()
+        self._is_interrupted = False
 
     @property
     def context(self) -> int:
@@ -146,6 +147,13 @@ class Session:
         self._state.reset()
         self._token_ids = []
 
+    def interrupt(self) -> None:
+        """Makes the next prefill chunk or step raise KeyboardInterrupt before it begins; safe in a signal handler.
+
+        The sequence then stands as the chunks before have left it, while an exception in the middle of one empties it.
+        """
+        self._is_interrupted = True
+
     def stats(self) -> dict[str, int | float]:
         """Counters since the session was opened, and how full the context is."""
         return {**asdict(self._counters), "context_tokens": len(self._token_ids), "context": self.context}
@@ -176,6 +184,9 @@ class Session:
             yield self._forward_chunk(chunk)
 
     def _forward_chunk(self, token_ids: Tensor) -> Tensor:
+        if self._is_interrupted:
+            self._is_interrupted = False
+            raise KeyboardInterrupt
         try:
             with torch.inference_mode():
                 hidden = self._model.forward(token_ids, self._state, self._experts, self.observer)

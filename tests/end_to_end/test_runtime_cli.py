@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -66,6 +67,20 @@ def test_chat_talks_over_a_pipe(model: Path) -> None:
 def test_a_full_context_is_said_and_the_answer_kept(model: Path) -> None:
     done = run("runtime", "chat", model, "--prompt", "hello", "--context", 16, "--temperature", 0, check=True)
     assert "expected at most 16 in all" in done.stderr
+
+
+def test_ctrl_c_stops_the_answer_and_keeps_the_conversation(model: Path) -> None:
+    command = [BIN / "runtime", "chat", model, "--temperature", "0", "--max-new-tokens", "200"]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(command, text=True, bufsize=1, **pipes) as process:  # type: ignore[call-overload]
+        process.stdin.write("hello\n")
+        process.stdout.read(5)  # the answer has begun
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate("/stats\nhello\n", timeout=LIMIT_SECONDS)
+    assert "stopped; the conversation is kept" in err
+    assert err.count("first token after") == 2
+    assert process.returncode == 0
+    assert out
 
 
 @pytest.mark.parametrize(

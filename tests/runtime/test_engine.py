@@ -128,6 +128,15 @@ def test_a_failing_forward_leaves_an_empty_sequence(session: Session) -> None:
     assert torch.equal(session.prefill(TOKENS[:10]), expected)
 
 
+def test_an_interrupt_waits_for_the_chunk_to_end(session: Session) -> None:
+    session.prefill(TOKENS[:10])
+    session.interrupt()
+    with pytest.raises(KeyboardInterrupt):
+        session.step(3)
+    assert session.token_ids == TOKENS[:10]
+    session.step(3)
+
+
 def test_the_observer_sees_every_router(session: Session) -> None:
     seen = []
     session.observer = lambda layer_idx, x, ids, weights: seen.append((layer_idx, x.shape, ids.shape, weights.clone()))
