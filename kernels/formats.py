@@ -129,9 +129,15 @@ def unpack_codes(packed: Tensor, bits: int) -> Tensor:
 
 def e8m0_to_float32(exponents: Tensor) -> Tensor:
     """2^(byte-127) of uint8 E8M0 bytes, exactly; byte 0 is the float32 subnormal 2^-127, byte 255 is NaN."""
-    bits = exponents.to(torch.int32) << 23
-    bits = torch.where(exponents == 0, 0x00400000, bits)
-    return torch.where(exponents == 255, 0x7FC00000, bits).view(torch.float32)
+    return _e8m0_values(exponents.device).index_select(0, exponents.flatten().int()).view(exponents.shape)
+
+
+@cache
+def _e8m0_values(device: torch.device) -> Tensor:
+    """The value of every byte, [256] float32."""
+    bits = torch.arange(256, dtype=torch.int32, device=device) << 23
+    bits[0], bits[255] = 0x00400000, 0x7FC00000
+    return bits.view(torch.float32)
 
 
 def _exponent_of(x: Tensor) -> Tensor:

@@ -2,14 +2,39 @@
 
 from __future__ import annotations
 
+import re
+import sys
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from runtime.console import run_cli
+from runtime.errors import StrawError
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+
+
+class Codec(StrEnum):
+    """Ways to a 2-bit precision."""
+
+    CLIP = "clip"
+    QUAD = "quad"
+    SPLIT = "split"
+
+
+class Code(StrEnum):
+    """2-bit precisions."""
+
+    INT2 = "int2"
+    QUAD2 = "quad2"
+    SPLIT = "split"
+
+
+Model = Annotated[Path, typer.Argument(help='A model directory, or "demo", the shipped model.')]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Print sizes, time and free disk, write nothing.")]
+Yes = Annotated[bool, typer.Option("--yes", help="Do not ask before something is removed.")]
 
 
 @app.callback()
@@ -21,7 +46,11 @@ def prep() -> None:
 def layout_command(
     checkpoint: Annotated[Path, typer.Argument(help="Released checkpoint: config.json, index, safetensors shards.")],
     model: Annotated[Path, typer.Argument(help="Model directory to make, complete or repair.")],
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print sizes and free disk, write nothing.")] = False,
+    dry_run: DryRun = False,
+    consume: Annotated[
+        bool, typer.Option("--consume", help="Remove each source shard once all that is needed of it is read back.")
+    ] = False,
+    yes: Yes = False,
 ) -> None:
     """Write the experts as FP4 slabs and everything else beside them. A run that was cut off goes on where it stopped."""
     from prep.layout import describe_layout, layout
@@ -29,8 +58,89 @@ def layout_command(
     if dry_run:
         print(describe_layout(checkpoint, model))
         return
-    plan = layout(checkpoint, model)
+    if consume:
+        _confirm(f"the shards of {checkpoint}, draft stages with them,", yes)
+    plan = layout(checkpoint, model, consume=consume)
     print(f"{model}: complete, wrote {plan.todo_bytes:,} bytes in {len(plan.todo)} files")
+
+
+@app.command("requant")
+def requant_command(
+    model: Model = Path("demo"),
+    codec: Annotated[Codec | None, typer.Option("--codec", help="Way to the 2-bit precision; default: quad.")] = None,
+    code: Annotated[Code | None, typer.Option("--code", help="Only choose a 2-bit precision that is there.")] = None,
+    layers: Annotated[str | None, typer.Option("--layers", help="Only these, A or A-B.")] = None,
+    device: Annotated[str | None, typer.Option("--device", help="cpu, cuda or cuda:i; default: cuda if any.")] = None,
+    dry_run: DryRun = False,
+    consume: Annotated[
+        bool, typer.Option("--consume", help="With split: remove each fp4 file once its planes are read back.")
+    ] = False,
+    yes: Yes = False,
+) -> None:
+    """Write a 2-bit precision of every expert beside its FP4. A run that was cut off goes on where it stopped."""
+    if code and (codec or layers or consume or dry_run):
+        raise typer.BadParameter("--code only chooses; give it without other options")
+    if consume and codec is not Codec.SPLIT:
+        raise typer.BadParameter("--consume needs --codec split: the other codes do not hold the FP4 values")
+    wanted = _layers(layers)
+    from prep.jobs import compute_device
+    from prep.requant import DEFAULT_CODEC, describe_requant, requant, use_code
+
+    directory = _directory(model)
+    if code:
+        use_code(directory, code.value)
+        print(f"{directory}: code {code.value} in use")
+        return
+    name, place = codec.value if codec else DEFAULT_CODEC, compute_device(device)
+    if dry_run:
+        print(describe_requant(directory, name, layers=wanted, device=place))
+        return
+    if consume:
+        _confirm(f"the fp4 files of {directory}", yes)
+    plan = requant(directory, name, layers=wanted, device=place, consume=consume)
+    print(f"{directory}: {plan.code}, solved {plan.num_experts:,} experts, wrote {plan.write_bytes:,} bytes")
+
+
+@app.command("verify")
+def verify_command(
+    model: Annotated[Path, typer.Argument(help='A model directory, a released checkpoint, or "demo".')] = Path("demo"),
+    deep: Annotated[bool, typer.Option("--deep", help="Quantise a sample of experts again and compare.")] = False,
+) -> None:
+    """Compare every byte with its checksum. Prints each damage; exit code 1 if there is any."""
+    from prep.verify import verify
+
+    directory = _directory(model)
+    findings = verify(directory, deep=deep)
+    for finding in findings[:-1]:
+        print(finding)
+    if findings:
+        raise StrawError(findings[-1])
+    print(f"{directory}: whole")
+
+
+def _directory(model: Path) -> Path:
+    from runtime.demo import DEMO_NAME, prepared_demo
+
+    return prepared_demo() if str(model) == DEMO_NAME and not model.exists() else model
+
+
+def _layers(text: str | None) -> range | None:
+    if text is None:
+        return None
+    match = re.fullmatch(r"(\d+)(?:-(\d+))?", text)
+    if match is None:
+        raise typer.BadParameter(f"--layers is {text!r}, expected one layer or A-B")
+    first = int(match[1])
+    return range(first, int(match[2] or first) + 1)
+
+
+def _confirm(what: str, yes: bool) -> None:
+    """Returns if the user agrees to the removal."""
+    if yes:
+        return
+    if not sys.stdin.isatty():
+        raise StrawError(f"--consume removes {what} and stdin is no terminal, expected one to ask; add --yes to agree")
+    typer.confirm(f"Remove {what} once what replaces them is read back?", abort=True)
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -5,16 +5,20 @@ from __future__ import annotations
 import fcntl
 import os
 import shutil
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from runtime.artifact import MANIFEST, Manifest, byte_view, make_directory
-from runtime.errors import ArtifactError
+from runtime.artifact import byte_view
+from runtime.errors import ArtifactError, StrawError
+from runtime.files import make_directory
+from runtime.manifest import MANIFEST, Manifest
 
 LOCK = ".lock"
 
@@ -81,3 +85,43 @@ def pwrite_all(descriptor: int, content: Tensor, offset_bytes: int) -> None:
 def progress(total_bytes: int, what: str) -> tqdm:
     """A bar on stderr that counts bytes, with rate and time left; silent when stderr is no terminal."""
     return tqdm(total=total_bytes, desc=what, unit="B", unit_scale=True, disable=None)
+
+
+class ExpertBar(tqdm):
+    """Counts experts on stderr with rate, GB/s and time left; silent when stderr is no terminal."""
+
+    bytes_each = 0  # read and written for one expert
+
+    @property
+    def format_dict(self) -> dict[str, Any]:
+        """What a line is made of, GB/s added."""
+        parts = super().format_dict
+        rate = self.bytes_each * (parts["n"] - parts["initial"]) / parts["elapsed"] / 1e9 if parts["elapsed"] else 0.0
+        return parts | {"postfix": f"{rate:.2f} GB/s"}
+
+
+def expert_progress(total_experts: int, what: str, bytes_each: int) -> ExpertBar:
+    """A bar over `total_experts`; `bytes_each` are moved for one."""
+    bar = ExpertBar(total=total_experts, desc=what, unit="expert", disable=None)
+    bar.bytes_each = bytes_each
+    return bar
+
+
+def compute_device(name: str | None) -> str:
+    """`name`, or the best there is: "cuda" where there is a CUDA device, else "cpu".
+
+    Raises:
+        StrawError: It is no device of this machine.
+    """
+    found = torch.cuda.device_count()
+    if name is None:
+        return "cuda" if found else "cpu"
+    kind, _, index = name.partition(":")
+    if name != "cpu" and (kind != "cuda" or not (index or "0").isdigit() or int(index or 0) >= found):
+        raise StrawError(f"device is {name!r}, expected cpu or one of {found} CUDA devices (cuda:i); correct --device")
+    return name
+
+
+def say(line: str) -> None:
+    """A warning for people, on stderr, past any progress bar."""
+    tqdm.write(f"warning: {line}", file=sys.stderr)

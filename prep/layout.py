@@ -7,8 +7,8 @@ directory that is missing, of another size or begins otherwise is written again,
 
 from __future__ import annotations
 
-import hashlib
 import os
+import zlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -19,35 +19,40 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from prep.consume import ShardConsumer
 from prep.jobs import LOCK, free_disk_bytes, progress, pwrite_all, require_free_disk, require_same_settings, write_lock
+from prep.source import open_source, require_shards, source_fingerprint, source_shards
 from runtime.artifact import (
-    BYTE_ORDER,
-    CHECKSUMS,
-    CONFIG,
-    DENSE,
+    COPY_CHECKSUM,
     DENSE_CHECKSUMS,
-    MANIFEST,
     NO_CHECKSUM,
-    Manifest,
-    PlaneRecord,
-    Stage,
-    atomic_file,
     byte_view,
     checksum,
     checksum_specs,
-    config_record,
     dense_file_specs,
-    expert_file,
-    partial_path,
     read_checksums,
-    read_manifest,
     safetensors_header,
     write_checksums,
-    write_manifest,
 )
 from runtime.checkpoint import Checkpoint
 from runtime.config import ModelConfig
 from runtime.errors import ArtifactError
+from runtime.files import atomic_file, partial_path
+from runtime.manifest import (
+    BYTE_ORDER,
+    CHECKSUMS,
+    CONFIG,
+    DENSE,
+    MANIFEST,
+    Manifest,
+    PlaneRecord,
+    Stage,
+    config_record,
+    expert_file,
+    read_manifest,
+    write_manifest,
+)
+from runtime.safetensors_file import TensorSpec
 
 STAGE = "layout"
 PLANE = "fp4"
@@ -81,27 +86,33 @@ class Content(NamedTuple):
     checksums: Tensor | None
 
 
-def layout(source: Path, directory: Path) -> LayoutPlan:
+def layout(source: Path, directory: Path, *, consume: bool = False) -> LayoutPlan:
     """Makes or completes the model directory `directory` from the checkpoint `source`; the plan it carried out.
+
+    Args:
+        source: A released checkpoint; shards that an earlier run consumed may be missing.
+        directory: Created when missing.
+        consume: Remove each source shard once every tensor of it that the directory needs is read back the same.
 
     Raises:
         CheckpointError: The checkpoint is damaged.
         ArtifactError: The directory belongs to another source, is being written or cannot be; the disk is too small.
     """
-    with closing(Checkpoint(source)) as checkpoint:
+    with closing(open_source(source, directory)) as checkpoint:
         plan = plan_layout(checkpoint, directory)
-        if not plan.todo and _is_done(plan.manifest):
+        if not plan.todo and _is_done(plan.manifest) and not consume:
             return plan
-        _require_room(plan, directory)
+        consumer = ShardConsumer(checkpoint, directory) if consume else None
+        _require_room(plan, directory, consumer)
         with write_lock(directory):
             plan = plan_layout(checkpoint, directory)  # another run may have gone on until it gave up the lock
-            _Writer(checkpoint, directory, plan).run()
+            _Writer(checkpoint, directory, plan, consumer).run()
         return plan
 
 
 def describe_layout(source: Path, directory: Path) -> str:
     """What `layout` would write and whether it fits, as lines of text; writes nothing."""
-    with closing(Checkpoint(source)) as checkpoint:
+    with closing(open_source(source, directory)) as checkpoint:
         plan = plan_layout(checkpoint, directory)
     slabs = sum(size for name, size in plan.sizes.items() if name.startswith("experts/"))
     rows = (
@@ -117,35 +128,15 @@ def describe_layout(source: Path, directory: Path) -> str:
 def plan_layout(checkpoint: Checkpoint, directory: Path) -> LayoutPlan:
     """What is left to do in `directory`; reads headers and sizes only, writes nothing."""
     manifest = _manifest_for(checkpoint, directory)
-    checksums = _checksums_for(checkpoint.config, directory)
+    checksums = _checksums_for(checkpoint, directory)
     sizes = _file_sizes(checkpoint)
     # A finished directory has exactly the files it records: FP4 files consumed by requant are not written again.
     wanted = [name for name in sizes if name in manifest.files] if _is_done(manifest) else list(sizes)
     rows, heads = _checksum_rows(checksums, checkpoint.config), _heads(checkpoint)
     expected = {name: Content(sizes[name], heads.get(name, b""), rows.get(name)) for name in wanted}
     todo = [name for name in wanted if not _is_written(directory / name, expected[name], manifest.files.get(name))]
+    require_shards(checkpoint, todo if _is_done(manifest) else [*todo, *(set(sizes) - set(manifest.files))])
     return LayoutPlan(manifest, checksums, sizes, todo)
-
-
-def source_shards(checkpoint: Checkpoint) -> dict[str, str]:
-    """Shard name -> its size and the SHA-256 of its header."""
-    return {name: _shard_digest(checkpoint.directory / name) for name in sorted(set(checkpoint.shard_of.values()))}
-
-
-def source_fingerprint(checkpoint: Checkpoint, shards: dict[str, str]) -> str:
-    """SHA-256 over config.json, the index's names and `source_shards`: tells one release from another by headers only."""
-    digest = hashlib.sha256((checkpoint.directory / CONFIG).read_bytes())
-    for pairs in (checkpoint.shard_of, shards):
-        for name in sorted(pairs):
-            digest.update(f"\n{name} {pairs[name]}".encode())
-    return digest.hexdigest()
-
-
-def _shard_digest(path: Path) -> str:
-    with path.open("rb") as file:
-        length = file.read(8)
-        header = file.read(int.from_bytes(length, "little"))
-    return f"{path.stat().st_size} {hashlib.sha256(length + header).hexdigest()}"
 
 
 def _is_done(manifest: Manifest) -> bool:
@@ -153,9 +144,10 @@ def _is_done(manifest: Manifest) -> bool:
 
 
 def _manifest_for(checkpoint: Checkpoint, directory: Path) -> Manifest:
-    shards = source_shards(checkpoint)
+    known = read_manifest(directory) if (directory / MANIFEST).exists() else None
+    shards = source_shards(checkpoint, known.shards if known else None)
     fingerprint = source_fingerprint(checkpoint, shards)
-    if not (directory / MANIFEST).exists():
+    if known is None:
         _require_empty(directory)
         return Manifest(
             config=config_record(checkpoint.config),
@@ -166,13 +158,12 @@ def _manifest_for(checkpoint: Checkpoint, directory: Path) -> Manifest:
             files={},
             stages={STAGE: Stage(SETTINGS)},
         )
-    manifest = read_manifest(directory)
-    if manifest.fingerprint != fingerprint:
+    if known.fingerprint != fingerprint:
         raise ArtifactError(
-            f"{directory / MANIFEST}: made from source {manifest.fingerprint[:16]}, expected {fingerprint[:16]} ({checkpoint.directory}); name the checkpoint it was made from or another model directory"
+            f"{directory / MANIFEST}: made from source {known.fingerprint[:16]}, expected {fingerprint[:16]} ({checkpoint.directory}); name the checkpoint it was made from or another model directory"
         )
-    require_same_settings(directory, manifest, STAGE, SETTINGS)
-    return manifest
+    require_same_settings(directory, known, STAGE, SETTINGS)
+    return known
 
 
 def _require_empty(directory: Path) -> None:
@@ -188,8 +179,10 @@ def _require_empty(directory: Path) -> None:
         )
 
 
-def _checksums_for(config: ModelConfig, directory: Path) -> dict[str, Tensor]:
-    specs = checksum_specs(config, [PLANE])
+def _checksums_for(checkpoint: Checkpoint, directory: Path) -> dict[str, Tensor]:
+    specs = checksum_specs(checkpoint.config, [PLANE])
+    copies = (COPY_CHECKSUM + name for name in _copied_names(checkpoint.directory))
+    specs |= dict.fromkeys(copies, TensorSpec("I64", (1,)))
     checksums = {name: torch.full(spec.shape, NO_CHECKSUM, dtype=torch.int64) for name, spec in specs.items()}
     if not (directory / CHECKSUMS).is_file():
         return checksums
@@ -228,7 +221,8 @@ def _copied_names(source: Path) -> list[str]:
 def _checksum_rows(checksums: dict[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
     """File name -> view of the part of `checksums` that is filled when the file is written."""
     layers = {expert_file(PLANE, idx): checksums[PLANE][idx] for idx in range(config.num_hidden_layers)}
-    return {DENSE: checksums[DENSE_CHECKSUMS], **layers}
+    copies = {name[len(COPY_CHECKSUM) :]: row for name, row in checksums.items() if name.startswith(COPY_CHECKSUM)}
+    return {DENSE: checksums[DENSE_CHECKSUMS], **copies, **layers}
 
 
 def _is_written(path: Path, content: Content, recorded_bytes: int | None) -> bool:
@@ -240,16 +234,20 @@ def _is_written(path: Path, content: Content, recorded_bytes: int | None) -> boo
     return content.checksums is None or bool((content.checksums != NO_CHECKSUM).all())
 
 
-def _require_room(plan: LayoutPlan, directory: Path) -> None:
+def _require_room(plan: LayoutPlan, directory: Path, consumer: ShardConsumer | None) -> None:
     partials = (partial_path(directory / name) for name in plan.todo)
     held_bytes = sum(path.stat().st_blocks * 512 for path in partials if path.exists())  # a cut-off run's, overwritten
-    require_free_disk(directory, plan.todo_bytes - held_bytes, "what prep layout has still to write")
+    needed_bytes = plan.todo_bytes if consumer is None else consumer.peak_bytes(plan.manifest, plan.todo, plan.sizes)
+    require_free_disk(directory, needed_bytes - held_bytes, "what prep layout has still to write")
 
 
 class _Writer:
     """Carries out a plan; `manifest` and the plan's checksums are true of the disk after each file."""
 
-    def __init__(self, checkpoint: Checkpoint, directory: Path, plan: LayoutPlan) -> None:
+    def __init__(
+        self, checkpoint: Checkpoint, directory: Path, plan: LayoutPlan, consumer: ShardConsumer | None
+    ) -> None:
+        self.consumer = consumer
         self.checkpoint, self.config, self.directory = checkpoint, checkpoint.config, directory
         self.plan, self.manifest = plan, plan.manifest
         self.rows = _checksum_rows(plan.checksums, self.config)
@@ -262,8 +260,14 @@ class _Writer:
             for name in self.plan.todo:
                 self._write(name, bar.update)
                 self._record(name)
+                self._consume()
+        self._consume()
         stages = self.manifest.stages | {STAGE: Stage(SETTINGS, done=True)}
         write_manifest(self.directory, replace(self.manifest, stages=stages))
+
+    def _consume(self) -> None:
+        if self.consumer is not None:
+            self.consumer.consume(self.manifest)
 
     def _write(self, name: str, advance: Callable[[int], object]) -> None:
         if name in self.layer_of:
@@ -274,6 +278,7 @@ class _Writer:
             content = (self.checkpoint.directory / name).read_bytes()
             with atomic_file(self.directory / name) as file:
                 file.write(content)
+            self.rows[name][0] = zlib.crc32(content)
             advance(len(content))
 
     def _record(self, name: str) -> None:

@@ -7,7 +7,7 @@ Opening costs the headers only, whatever the size of the shards.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -142,8 +142,13 @@ def model_tensors(config: ModelConfig) -> dict[str, TensorSpec]:
 class Checkpoint:
     """An opened released checkpoint. Reads one tensor at a time; holds one file descriptor a shard until `close`."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, consumed: Collection[str] = ()) -> None:
         """Opens `directory` and checks config, index, every shard's header and every tensor's dtype and shape.
+
+        Args:
+            directory: Of the release.
+            consumed: Shards that may be missing, their tensors with them (`prep layout --consume`); those that are stand in
+                the attribute of that name afterwards.
 
         Raises:
             CheckpointError: Something is missing, truncated or not as the config says; one line that names it.
@@ -154,9 +159,13 @@ class Checkpoint:
         self.raw_config: dict[str, Any] = read_json(directory / "config.json")
         self.config = ModelConfig.from_json(self.raw_config, directory / "config.json")
         self.shard_of = self._read_index()
+        shards = sorted(set(self.shard_of.values()))
+        self.consumed = frozenset(name for name in shards if name in consumed and not (directory / name).exists())
         self._shards: dict[str, SafetensorsFile] = {}
         try:
-            for shard in sorted(set(self.shard_of.values())):
+            for shard in shards:
+                if shard in self.consumed:
+                    continue
                 self._shards[shard] = SafetensorsFile(directory / shard, CheckpointError, REMEDY)
             self._check_tensors()
         except BaseException:
@@ -167,8 +176,17 @@ class Checkpoint:
         return name in self.shard_of
 
     def read(self, name: str) -> Tensor:
-        """The tensor `name` as released, newly allocated on the CPU."""
-        return self._shards[self.shard_of[name]].read(name)
+        """The tensor `name` as released, newly allocated on the CPU.
+
+        Raises:
+            CheckpointError: Its shard was consumed, ended early or could not be read.
+        """
+        shard = self.shard_of[name]
+        if shard in self.consumed:
+            raise CheckpointError(
+                f"{self.directory / shard}: consumed by prep layout --consume, expected it for {name}; {REMEDY}"
+            )
+        return self._shards[shard].read(name)
 
     def read_slab(self, layer_idx: int, expert_id: int) -> Tensor:
         """One routed expert as an FP4 slab (byte order 1, `kernels.formats.split_slab`): uint8 [slab_bytes], on the CPU."""
@@ -205,6 +223,8 @@ class Checkpoint:
     def _check_tensor(self, name: str, expected: TensorSpec) -> None:
         if name not in self.shard_of:
             raise CheckpointError(f"{self.directory / INDEX}: tensor {name} is missing, expected {expected}; {REMEDY}")
+        if self.shard_of[name] in self.consumed:
+            return
         shard = self._shards[self.shard_of[name]]
         entry = shard.entries.get(name)
         if entry is None:

@@ -22,22 +22,15 @@ import pytest
 import torch
 from random_checkpoint import TINY, write_random_checkpoint
 
+from prep.consume import ShardConsumer
 from prep.jobs import LOCK
 from prep.layout import describe_layout, layout, plan_layout, source_fingerprint, source_shards
-from runtime.artifact import (
-    CHECKSUMS,
-    DENSE,
-    MANIFEST,
-    ModelDirectory,
-    expert_file,
-    partial_path,
-    read_checksums,
-    read_manifest,
-    write_manifest,
-)
+from runtime.artifact import ModelDirectory, read_checksums
 from runtime.checkpoint import Checkpoint, model_tensors, write_checkpoint
 from runtime.config import ModelConfig
-from runtime.errors import ArtifactError
+from runtime.errors import ArtifactError, StrawError
+from runtime.files import partial_path
+from runtime.manifest import CHECKSUMS, DENSE, MANIFEST, expert_file, read_manifest, write_manifest
 from runtime.safetensors_file import TORCH_DTYPES
 
 LAYERS, EXPERTS = 2, 4
@@ -398,3 +391,109 @@ def test_at_most_a_few_experts_are_held(source: Path, tmp_path: Path, monkeypatc
     layout(source, tmp_path / "model")
     assert len(counts) == 1 + 2 * LAYERS * EXPERTS
     assert max(counts) <= 2
+
+
+def _shards(source: Path) -> list[str]:
+    return sorted(path.name for path in source.glob("*.safetensors"))
+
+
+@pytest.fixture
+def own_source(source: Path, tmp_path: Path) -> Path:
+    """A checkpoint that a test may consume."""
+    return Path(shutil.copytree(source, tmp_path / "source"))
+
+
+def test_consuming_removes_every_shard_and_changes_no_byte(own_source: Path, pristine: Path, tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    layout(own_source, model, consume=True)
+    assert contents(model) == contents(pristine)
+    assert _shards(own_source) == []
+    assert (own_source / "config.json").exists()
+    assert layout(own_source, model).todo == layout(own_source, model, consume=True).todo == []
+
+
+def test_consuming_can_come_later(own_source: Path, pristine: Path, tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    layout(own_source, model)
+    assert len(_shards(own_source)) > 2
+    layout(own_source, model, consume=True)
+    assert (_shards(own_source), contents(model)) == ([], contents(pristine))
+
+
+@pytest.mark.parametrize(
+    ("call", "number"), [("fsync", n) for n in (4, 9, 12, 14, 16, 17, 18, 19, 20, 21, 23, 26)] + [("unlink", 2)]
+)
+def test_nothing_is_lost_when_consumption_is_interrupted(
+    own_source: Path, pristine: Path, tmp_path: Path, call: str, number: int
+) -> None:
+    model = tmp_path / "model"
+    with pytest.MonkeyPatch.context() as patch:
+        _strike_at(patch, call, number, Killed())
+        try:
+            layout(own_source, model, consume=True)
+        except Killed:
+            layout(own_source, model, consume=True)
+    assert (_shards(own_source), contents(model)) == ([], contents(pristine))
+
+
+def test_a_run_without_consumption_completes_a_consumed_one(own_source: Path, pristine: Path, tmp_path: Path) -> None:
+    """Killed before the last layer: the shards of the first are gone, known by the manifest, and not missed."""
+    model = tmp_path / "model"
+    with pytest.MonkeyPatch.context() as patch:
+        _strike_at(patch, "ftruncate", 2, Killed())
+        with pytest.raises(Killed):
+            layout(own_source, model, consume=True)
+    before = len(_shards(own_source))
+    assert before < len(read_manifest(model).shards)
+    layout(own_source, model)
+    assert (len(_shards(own_source)), contents(model)) == (before, contents(pristine))
+
+
+@pytest.mark.parametrize("name", [DENSE, expert_file("fp4", 0)])
+def test_a_shard_stays_if_what_is_read_back_differs(
+    own_source: Path, pristine: Path, tmp_path: Path, name: str
+) -> None:
+    model = Path(shutil.copytree(pristine, tmp_path / "model"))
+    with (model / name).open("r+b") as file:
+        file.seek(-2_000, os.SEEK_END)
+        byte = file.read(1)[0]
+        file.seek(-2_000, os.SEEK_END)
+        file.write(bytes([byte ^ 1]))
+    shards = {shard: (own_source / shard).read_bytes() for shard in _shards(own_source)}
+    with pytest.raises(StrawError, match=f"{model / name}: .* read back is not what .*; the shard stays, remove"):
+        layout(own_source, model, consume=True)
+    left = _shards(own_source)
+    assert left
+    (model / name).unlink()
+    if len(left) == len(shards):  # all that the repair needs is there
+        layout(own_source, model, consume=True)
+        assert contents(model) == contents(pristine)
+
+
+def test_a_consumed_shard_that_is_needed_again_is_named(own_source: Path, tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    layout(own_source, model, consume=True)
+    (model / expert_file("fp4", 1)).unlink()
+    with pytest.raises(
+        StrawError, match=rf"model-.*: file is missing, expected it to write {expert_file('fp4', 1)}; fetch it"
+    ):
+        layout(own_source, model)
+    with pytest.raises(StrawError, match=r"cannot be opened .*expected a safetensors file"):
+        layout(own_source, tmp_path / "another")
+
+
+def test_consuming_needs_less_room(
+    own_source: Path, pristine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Files written and shards removed by turns: less than all files at once, more than the largest."""
+    model = tmp_path / "model"
+    with closing(Checkpoint(own_source)) as checkpoint:
+        plan = plan_layout(checkpoint, model)
+        peak = ShardConsumer(checkpoint, model).peak_bytes(plan.manifest, plan.todo, plan.sizes)
+    assert plan.sizes[DENSE] < peak < plan.todo_bytes
+    _free(monkeypatch, peak - 1)
+    with pytest.raises(ArtifactError, match=f"expected at least {peak:,}"):
+        layout(own_source, model, consume=True)
+    _free(monkeypatch, peak)
+    layout(own_source, model, consume=True)
+    assert contents(model) == contents(pristine)

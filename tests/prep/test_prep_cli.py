@@ -20,10 +20,11 @@ from safetensors.torch import load_file, save_file
 
 from prep.cli import main
 from runtime import console
-from runtime.artifact import ModelDirectory, expert_file
+from runtime.artifact import ModelDirectory
 from runtime.checkpoint import INDEX
 from runtime.console import run_cli
 from runtime.errors import StrawError
+from runtime.manifest import expert_file, read_manifest
 
 Capture = pytest.CaptureFixture[str]
 
@@ -119,7 +120,11 @@ DAMAGES: list[tuple[str, Callable[[Path], object], list[str]]] = [
     ("index without map", lambda s: (s / INDEX).write_text("{}"), [INDEX, "no weight_map"]),
     ("missing shard", lambda s: _shard(s).unlink(), [SHARD, "No such file or directory), expected a safetensors file"]),
     ("truncated shard", lambda s: _truncate(_shard(s), 70_000), [SHARD, "70,000 bytes, its header says"]),
-    ("shard cut in its header", lambda s: _truncate(_shard(s), 50), [SHARD, "50 bytes, expected a whole safetensors header"]),
+    (
+        "shard cut in its header",
+        lambda s: _truncate(_shard(s), 50),
+        [SHARD, "50 bytes, expected a whole safetensors header"],
+    ),
     ("empty shard", lambda s: _truncate(_shard(s), 0), [SHARD, "0 bytes, expected a whole safetensors header"]),
     (
         "tensor missing in the index",
@@ -229,7 +234,125 @@ def test_a_target_that_cannot_be_written_is_one_line(
     )
 
 
-@pytest.mark.parametrize("arguments", [["layout"], ["layout", "one"], ["layout", "a", "b", "--what"], ["unknown"]])
+@pytest.fixture
+def model(original: Path, tmp_path: Path, capsys: Capture) -> Path:
+    run(capsys, "layout", original, tmp_path / "model")
+    return tmp_path / "model"
+
+
+def test_requant_chooses_verifies_and_describes(model: Path, capsys: Capture) -> None:
+    code, out, err = run(capsys, "requant", model, "--codec", "clip", "--dry-run", "--device", "cpu")
+    assert (code, err) == (0, "")
+    assert all(part in out for part in ("FP4 to read", "int2 to write", "free disk", "seconds"))
+    done = run(capsys, "requant", model, "--codec", "clip", "--device", "cpu")
+    assert done == (0, f"{model}: int2, solved 8 experts, wrote 229,376 bytes\n", "")
+    run(capsys, "requant", model, "--codec", "split", "--device", "cpu", "--layers", "0")
+    assert read_manifest(model).code == "int2"
+    run(capsys, "requant", model, "--codec", "split", "--device", "cpu", "--layers", "0-1")
+    assert read_manifest(model).code == "split"
+    assert run(capsys, "requant", model, "--code", "int2") == (0, f"{model}: code int2 in use\n", "")
+    assert read_manifest(model).code == "int2"
+    assert_one_line(*run(capsys, "requant", model, "--code", "quad2"), "code quad2 is not present", "--codec quad")
+    assert run(capsys, "verify", model, "--deep") == (0, f"{model}: whole\n", "")
+
+
+def test_verify_of_damage_is_one_line(model: Path, original: Path, capsys: Capture) -> None:
+    assert run(capsys, "verify", original) == (0, f"{original}: whole\n", "")
+    with (model / expert_file("fp4", 1)).open("r+b") as file:
+        file.write(b"\xff\xff\xff")
+    named = (str(model / expert_file("fp4", 1)), "layer 1 expert 0 fp4: CRC-32", "prep layout CHECKPOINT")
+    assert_one_line(*run(capsys, "verify", model), *named)
+    with (model / expert_file("fp4", 0)).open("r+b") as file:
+        file.write(b"\xff\xff\xff")
+    code, out, err = run(capsys, "verify", model)
+    assert (code, out.count("\n"), err.count("\n")) == (1, 1, 1)
+    assert_one_line(*run(capsys, "verify", model / "experts"), "neither manifest.json nor")
+
+
+CONSUMING = [["layout", "SOURCE", "MODEL"], ["requant", "MODEL", "--codec", "split", "--device", "cpu"]]
+
+
+@pytest.mark.parametrize("command", CONSUMING, ids=["layout", "requant"])
+def test_consuming_asks_first(
+    source: Path, model: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch, command: list[str]
+) -> None:
+    places = {"SOURCE": source, "MODEL": model}
+    arguments = [places.get(word, word) for word in command] + ["--consume"]
+    watched = source if command[0] == "layout" else model / "experts" / "fp4"
+
+    def files() -> set[str]:
+        return {path.name for path in watched.rglob("*") if path.suffix in (".bin", ".safetensors")}
+
+    before = files()
+    assert_one_line(*run(capsys, *arguments), "--consume removes", "stdin is no terminal", "--yes")
+    monkeypatch.setattr(sys.stdin, "isatty", lambda: True)
+    monkeypatch.setattr(typer, "confirm", _answer(False))
+    assert run(capsys, *arguments)[0] == 1
+    assert files() == before
+    monkeypatch.setattr(typer, "confirm", _answer(True))
+    assert run(capsys, *arguments)[0] == 0
+    assert files() == set()
+
+
+def _answer(agrees: bool) -> Callable[..., bool]:
+    def confirm(text: str, *, abort: bool) -> bool:
+        assert text.startswith("Remove ")
+        if not agrees and abort:
+            raise typer.Abort
+        return agrees
+
+    return confirm
+
+
+def test_yes_does_not_ask(source: Path, tmp_path: Path, capsys: Capture) -> None:
+    assert run(capsys, "layout", source, tmp_path / "model", "--consume", "--yes")[0] == 0
+    assert not list(source.glob("*.safetensors"))
+
+
+def test_requant_of_a_full_disk_and_a_locked_directory_is_one_line(
+    model: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = ("requant", model, "--codec", "clip", "--device", "cpu")
+    real = os.open
+
+    def refuse(path: object, flags: int, *rest: object, **named: object) -> int:
+        if flags & os.O_CREAT:
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+        return real(path, flags, *rest, **named)  # type: ignore[call-overload]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", refuse)
+        assert_one_line(*run(capsys, *command), ".lock: cannot be written (Read-only file system)")
+    usage = shutil.disk_usage("/")
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1234))
+    assert_one_line(*run(capsys, *command), "1,234 bytes free")
+    assert list(read_manifest(model).planes) == ["fp4"]
+
+
+def test_requant_needs_a_directory_and_a_device(model: Path, tmp_path: Path, capsys: Capture) -> None:
+    assert_one_line(*run(capsys, "requant", tmp_path / "nowhere"), "manifest.json: cannot be read")
+    assert_one_line(*run(capsys, "requant", model, "--device", "cuda:77"), "device is 'cuda:77'", "correct --device")
+    assert_one_line(
+        *run(capsys, "requant", model, "--layers", "1-7", "--device", "cpu"), "layers 1 to 7, expected some of 0 to 1"
+    )
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["layout"],
+        ["layout", "one"],
+        ["layout", "a", "b", "--what"],
+        ["unknown"],
+        ["requant", "m", "--codec", "best"],
+        ["requant", "m", "--code", "fp4"],
+        ["requant", "m", "--code", "int2", "--codec", "clip"],
+        ["requant", "m", "--consume"],
+        ["requant", "m", "--codec", "clip", "--consume"],
+        ["requant", "m", "--layers", "x"],
+        ["verify", "m", "n"],
+    ],
+)
 def test_usage_errors_end_with_2(capsys: Capture, arguments: list[str]) -> None:
     code, _, err = run(capsys, *arguments)
     assert code == 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import zlib
 from collections.abc import Callable
@@ -16,27 +17,25 @@ from random_checkpoint import write_random_checkpoint
 from safetensors import safe_open
 
 from prep.layout import layout
-from runtime.artifact import (
-    CHECKSUMS,
-    DENSE,
-    Manifest,
-    ModelDirectory,
-    PlaneRecord,
-    Stage,
-    atomic_file,
-    checksum,
-    expert_file,
-    partial_path,
-    read_checksums,
-    read_manifest,
-    safetensors_header,
-    write_checksums,
-    write_manifest,
-)
+from runtime.artifact import ModelDirectory, checksum, read_checksums, safetensors_header, write_checksums, write_tables
 from runtime.checkpoint import Checkpoint, dense_tensors
 from runtime.config import ModelConfig
 from runtime.errors import ArtifactError
+from runtime.files import atomic_file, partial_path, remove_file
+from runtime.manifest import (
+    CHECKSUMS,
+    DENSE,
+    TABLES,
+    Manifest,
+    PlaneRecord,
+    Stage,
+    expert_file,
+    manifest_checksum,
+    read_manifest,
+    write_manifest,
+)
 from runtime.safetensors_file import TensorSpec
+from runtime.tables import empty_tables
 
 LAYERS, EXPERTS = 2, 4
 
@@ -90,6 +89,7 @@ def test_checksums_are_crc32_of_slabs_and_dense_tensors(pristine: Path) -> None:
         assert {name: tensor.shape for name, tensor in found.items()} == {
             "fp4": (LAYERS, EXPERTS),
             "dense": (len(dense_tensors(model.config)),),
+            "file:config.json": (1,),
         }
         content = model.expert_path("fp4", 1).read_bytes()
         for expert_id in range(EXPERTS):
@@ -143,6 +143,7 @@ def _as_split(model: Path, planes: tuple[str, ...]) -> None:
     checksums = read_checksums(model) | dict.fromkeys(planes, torch.zeros(LAYERS, EXPERTS, dtype=torch.int64))
     shutil.rmtree(model / "experts" / "fp4")
     write_checksums(model, checksums)
+    write_tables(model, empty_tables(config, "split"))
     write_manifest(model, replace(manifest, planes=records, files=files, code="split"))
 
 
@@ -154,6 +155,77 @@ def test_base_and_residual_make_a_valid_directory(model: Path) -> None:
         assert opened.read_slab(1, 0, "residual").tolist() == [1] * opened.planes["residual"].slab_bytes
         with pytest.raises(ArtifactError, match="plane fp4 is not present, expected one of base, residual"):
             opened.read_slab(0, 0)
+
+
+def _as_two_copies(model: Path) -> None:
+    """Adds what `prep requant --codec clip` leaves: int2 planes of zeros, their tables and checksums."""
+    manifest = read_manifest(model)
+    config = ModelConfig.from_json(json.loads((model / "config.json").read_text()), model)
+    record = PlaneRecord.of("int2", config)
+    files = dict(manifest.files)
+    for layer_idx in range(LAYERS):
+        path = model / expert_file("int2", layer_idx)
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(bytes(EXPERTS * record.slab_stride_bytes))
+        files[expert_file("int2", layer_idx)] = path.stat().st_size
+    write_checksums(model, read_checksums(model) | {"int2": torch.zeros(LAYERS, EXPERTS, dtype=torch.int64)})
+    write_tables(model, empty_tables(config, "int2"))
+    write_manifest(model, replace(manifest, planes=manifest.planes | {"int2": record}, files=files, code="int2"))
+
+
+def test_tables_come_back(model: Path) -> None:
+    _as_two_copies(model)
+    config = ModelConfig.from_json(json.loads((model / "config.json").read_text()), model)
+    tables = empty_tables(config, "int2")
+    tables["int2.normalisers"][1, 2] = torch.tensor([1.0, 2.0, 3.0])
+    write_tables(model, tables | empty_tables(config, "quad2"))  # quad2 is not whole: not shown
+    with ModelDirectory(model) as opened:
+        assert (opened.code, opened.codes, list(opened.read_tables())) == ("int2", ["int2"], ["int2.normalisers"])
+        assert torch.equal(opened.read_tables()["int2.normalisers"], tables["int2.normalisers"])
+
+
+TABLE_DAMAGES: list[tuple[str, Callable[[Path], object], list[str]]] = [
+    ("gone", lambda m: (m / TABLES).unlink(), [TABLES, "No such file"]),
+    ("torn", lambda m: _resize(m / TABLES, -1), [TABLES, "its header says"]),
+    ("of none", lambda m: write_tables(m, {}), [TABLES, "tensor int2.normalisers is missing, expected F32 [2, 4, 3]"]),
+    ("plane", lambda m: (m / expert_file("int2", 1)).unlink(), [expert_file("int2", 1), "file is missing"]),
+]
+
+
+@pytest.mark.parametrize(("damage", "named"), [case[1:] for case in TABLE_DAMAGES], ids=[c[0] for c in TABLE_DAMAGES])
+def test_damage_to_a_code_names_its_command(model: Path, damage: Callable[[Path], object], named: list[str]) -> None:
+    _as_two_copies(model)
+    damage(model)
+    with pytest.raises(ArtifactError) as caught:
+        ModelDirectory(model)
+    assert all(part in str(caught.value) for part in named), caught.value
+    assert str(caught.value).endswith(f"run: prep requant --codec clip {model}")
+
+
+def test_a_code_in_use_must_be_there(model: Path) -> None:
+    write_manifest(model, replace(read_manifest(model), code="quad2"))
+    with pytest.raises(ArtifactError, match=r"code quad2 is in use, expected one whose planes are whole \(none\)"):
+        ModelDirectory(model)
+
+
+def test_the_manifest_carries_its_own_checksum(model: Path) -> None:
+    content = json.loads((model / "manifest.json").read_text())
+    assert content["checksum"] == manifest_checksum(content)
+    assert manifest_checksum(content | {"code": "int2"}) != content["checksum"]
+
+
+def test_removing_frees_a_file_that_is_open_and_spares_another_name(tmp_path: Path) -> None:
+    alone, shared, link, target = (tmp_path / name for name in ("alone", "shared", "link", "target"))
+    for path in (alone, shared, target):
+        path.write_bytes(b"12345")
+    (tmp_path / "other").hardlink_to(shared)
+    link.symlink_to(target)
+    with alone.open("rb") as held:
+        for path in (alone, shared, link, tmp_path / "never was"):
+            remove_file(path)
+        assert os.fstat(held.fileno()).st_size == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["other"]
+    assert (tmp_path / "other").read_bytes() == b"12345"
 
 
 @pytest.mark.parametrize("planes", [("base",), ("residual",), ("int2",)])

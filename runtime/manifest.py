@@ -1,0 +1,195 @@
+"""The manifest of a model directory: what is there, how it lies, which stage writes it and what repairs it. Owns all file names.
+
+Whoever writes there adds a file first and its line in the manifest second, and removes the line first and the file second:
+then the manifest is true at every moment.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from kernels.formats import CODES, PLANES
+from runtime.config import ModelConfig
+from runtime.errors import ArtifactError, CheckpointError
+from runtime.files import atomic_file
+
+SCHEMA_VERSION = 1
+BYTE_ORDER = 1  # of the parts inside a slab: kernels.formats.split_slab
+ALIGNMENT_BYTES = 4096  # O_DIRECT reads want whole pages
+MANIFEST = "manifest.json"
+CONFIG = "config.json"
+DENSE = "dense.safetensors"
+TABLES = "tables.safetensors"
+CHECKSUMS = "checksums.safetensors"
+CODECS = {"clip": "int2", "quad": "quad2", "split": "split"}  # what prep requant calls the way to a code
+
+
+def expert_file(plane: str, layer_idx: int) -> str:
+    """Name, relative to the model directory, of the file with all slabs of one layer in one plane."""
+    return f"experts/{plane}/layer_{layer_idx:03d}.bin"
+
+
+@dataclass(frozen=True, slots=True)
+class PlaneRecord:
+    """Geometry of a plane's files: slab e begins at e * slab_stride_bytes, its slab_bytes follow, then zeros."""
+
+    slab_bytes: int
+    slab_stride_bytes: int
+    byte_order: int
+
+    @classmethod
+    def of(cls, plane: str, config: ModelConfig) -> PlaneRecord:
+        """The geometry this program writes and reads."""
+        slab_bytes = PLANES[plane].slab_bytes(config.hidden_size, config.moe_intermediate_size)
+        return cls(slab_bytes, -(-slab_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES, BYTE_ORDER)
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """A command that writes here: the settings it was begun with, and whether it finished."""
+
+    settings: dict[str, Any]
+    done: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """What a model directory holds; a plane is present when every layer's file of it is in `files`."""
+
+    config: dict[str, Any]  # ModelConfig.to_json() as JSON gives it back
+    fingerprint: str  # SHA-256 of the source: config.json, tensor names, size and header of each shard
+    shards: dict[str, str]  # source shard -> its part of the fingerprint, so that a consumed one is still known
+    planes: dict[str, PlaneRecord]
+    code: str | None  # the 2-bit code in use
+    files: dict[str, int]  # relative name -> bytes of each finished file but this one, CHECKSUMS and TABLES
+    stages: dict[str, Stage]
+
+    def complete_planes(self) -> list[str]:
+        """Names of the planes of which every layer is there."""
+        layers = range(self.config["num_hidden_layers"])
+        return [plane for plane in self.planes if all(expert_file(plane, idx) in self.files for idx in layers)]
+
+    def complete_codes(self) -> list[str]:
+        """Names of the 2-bit codes of which every plane is whole."""
+        present = set(self.complete_planes())
+        return [code for code, (planes, _) in CODES.items() if present.issuperset(planes)]
+
+
+def write_manifest(directory: Path, manifest: Manifest) -> None:
+    """Puts `manifest` in the place of the one in `directory`; a reader sees the old one or this one, nothing between."""
+    content = {"schema_version": SCHEMA_VERSION, **asdict(manifest)}
+    content["checksum"] = manifest_checksum(content)
+    with atomic_file(directory / MANIFEST) as file:
+        file.write(json.dumps(content, indent=1, sort_keys=True).encode() + b"\n")
+
+
+def manifest_checksum(content: dict[str, Any]) -> int:
+    """CRC-32 of a manifest's JSON object, its own entry "checksum" left out; `prep verify` compares it."""
+    rest = {key: value for key, value in content.items() if key != "checksum"}
+    return zlib.crc32(json.dumps(rest, sort_keys=True).encode())
+
+
+def read_manifest(directory: Path) -> Manifest:
+    """The manifest of `directory`, complete or not.
+
+    Raises:
+        ArtifactError: It is missing, damaged or of another schema version.
+    """
+    path = directory / MANIFEST
+    again = start_over(directory)
+    try:
+        raw = json.loads(path.read_bytes())
+        version = raw["schema_version"]
+        if version == SCHEMA_VERSION:
+            return _manifest_from_json(raw)
+    except OSError as cause:
+        raise ArtifactError(
+            f"{path}: cannot be read ({cause.strerror}), expected in every model directory; run: {stage_command('layout', directory)}"
+        ) from None
+    except (ValueError, KeyError, TypeError, AttributeError) as cause:
+        raise ArtifactError(
+            f"{path}: not a manifest ({cause!r}), expected JSON of schema version {SCHEMA_VERSION}; {again}"
+        ) from cause
+    raise ArtifactError(f"{path}: schema version {version!r}, expected {SCHEMA_VERSION}; {again}")
+
+
+def _manifest_from_json(raw: dict[str, Any]) -> Manifest:
+    config = {
+        **raw["config"],
+        "num_hidden_layers": int(raw["config"]["num_hidden_layers"]),
+    }  # complete_planes counts on it
+    return Manifest(
+        config=config,
+        fingerprint=raw["fingerprint"],
+        shards=dict(raw["shards"]),
+        planes={name: PlaneRecord(**record) for name, record in raw["planes"].items()},
+        code=raw["code"],
+        files={name: int(size_bytes) for name, size_bytes in raw["files"].items()},
+        stages={name: Stage(**stage) for name, stage in raw["stages"].items()},
+    )
+
+
+def config_record(config: ModelConfig) -> dict[str, Any]:
+    """`config` as it stands in a manifest that has been written and read."""
+    return json.loads(json.dumps(config.to_json()))
+
+
+def stage_command(stage: str, directory: Path) -> str:
+    """The command line that begins or completes `stage`."""
+    return f"prep {stage} CHECKPOINT {directory}" if stage == "layout" else f"prep {stage} {directory}"
+
+
+def start_over(directory: Path) -> str:
+    """What to do when no command mends the directory."""
+    return f"remove {directory} and run: {stage_command('layout', directory)}"
+
+
+def requant_stage(code: str) -> str:
+    """The name, in the manifest and on the command line, of the stage that writes the planes of `code`."""
+    codec = next(codec for codec, its_code in CODECS.items() if its_code == code)
+    return f"requant --codec {codec}"
+
+
+def stage_of(name: str, code: str | None) -> str:
+    """The stage that writes the file `name` of a model directory in which `code` is in use."""
+    folder, _, rest = name.partition("/")
+    plane = rest.partition("/")[0] if folder == "experts" else ""
+    owner = next((code for code, (planes, _) in CODES.items() if plane in planes), code if name == TABLES else None)
+    return "layout" if owner is None else requant_stage(owner)
+
+
+def remedy(directory: Path, manifest: Manifest, name: str) -> str:
+    """What to do when the file `name` is missing or of another size: the end of a message."""
+    if name == MANIFEST:  # no command mends what it says of the others
+        return start_over(directory)
+    stage = stage_of(name, manifest.code or next(iter(manifest.complete_codes()), None))
+    if stage == requant_stage("split") and "fp4" not in manifest.complete_planes():
+        return start_over(directory)  # its FP4 lies in nothing else
+    return f"run: {stage_command(stage, directory)}"
+
+
+def content_remedy(directory: Path, manifest: Manifest, name: str) -> str:
+    """What to do when the file `name` has its size but not its content: a command sees by its absence that it is to be mended."""
+    cure = remedy(directory, manifest, name)
+    return cure if cure.startswith("remove") else f"remove {directory / name} and {cure}"
+
+
+def read_model_config(directory: Path, manifest: Manifest) -> tuple[dict[str, Any], ModelConfig]:
+    """Content and meaning of CONFIG in a model directory with this manifest.
+
+    Raises:
+        ArtifactError: It is not the config that the manifest records.
+    """
+    path, remedy = directory / CONFIG, f"run: {stage_command('layout', directory)}"
+    try:
+        raw = json.loads(path.read_bytes())
+        config = ModelConfig.from_json(raw, path)
+    except (OSError, ValueError, AttributeError, CheckpointError) as cause:
+        raise ArtifactError(f"{path}: not the checkpoint's config ({cause}), expected its copy; {remedy}") from cause
+    if config_record(config) != manifest.config:
+        raise ArtifactError(f"{path}: not the config that {MANIFEST} records, expected the same; {remedy}")
+    return raw, config

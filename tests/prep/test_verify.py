@@ -1,0 +1,179 @@
+"""`prep verify`: a flipped bit in any kind of file is found and named with the command that repairs it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+from random_checkpoint import write_random_checkpoint
+from tiny_tokenizer import build_tokenizer
+
+from prep import verify as verify_module
+from prep.layout import layout
+from prep.requant import requant
+from prep.verify import TOKENIZER_CHECKS, verify, verify_tokenizer
+from runtime.artifact import checksum, read_checksums, read_tables, write_checksums, write_tables
+from runtime.checkpoint import INDEX, Checkpoint
+from runtime.errors import StrawError
+from runtime.manifest import CHECKSUMS, DENSE, MANIFEST, TABLES, expert_file
+
+LAYERS, EXPERTS = 2, 3
+STRIDE = {"fp4": 53_248, "int2": 28_672}
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("source")
+    write_random_checkpoint(directory, num_hidden_layers=LAYERS, n_routed_experts=EXPERTS, shard_bytes=1_000_000)
+    build_tokenizer().save(str(directory / "tokenizer.json"))
+    return directory
+
+
+@pytest.fixture(scope="module")
+def whole(source: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """ "clip" has fp4 and int2, "split" base and residual only."""
+    root = tmp_path_factory.mktemp("whole")
+    layout(source, root / "clip")
+    shutil.copytree(root / "clip", root / "split")
+    requant(root / "clip", "clip")
+    requant(root / "split", "split", consume=True)
+    return {name: root / name for name in ("clip", "split")}
+
+
+@pytest.fixture
+def model(whole: dict[str, Path], tmp_path: Path) -> Path:
+    return Path(shutil.copytree(whole["clip"], tmp_path / "model"))
+
+
+def flip(path: Path, place: int, bit: int = 0) -> None:
+    with path.open("r+b") as file:
+        file.seek(place if place >= 0 else path.stat().st_size + place)
+        byte = file.read(1)[0]
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes([byte ^ 1 << bit]))
+
+
+@pytest.mark.parametrize("codec", ["clip", "split"])
+def test_what_prep_wrote_is_whole(whole: dict[str, Path], codec: str) -> None:
+    assert verify(whole[codec], deep=True) == []
+
+
+# (file, which byte, what the line must hold)
+FLIPS = [
+    (expert_file("fp4", 1), 2 * STRIDE["fp4"] + 17, "layer 1 expert 2 fp4: CRC-32 X, expected CRC-32 X"),
+    (expert_file("int2", 0), STRIDE["int2"] + 99, "layer 0 expert 1 int2: CRC-32 X, expected CRC-32 X"),
+    (expert_file("fp4", 0), STRIDE["fp4"] - 1, "layer 0 expert 0 fp4: padding that is not zero"),
+    (DENSE, -1, "tensor [a-z0-9_.]+: CRC-32 X, expected X"),
+    (TABLES, -1, "layer 1 of int2.normalisers: CRC-32 X, expected X"),
+    ("tokenizer.json", 40, "tokenizer.json: CRC-32 X, expected X"),
+]
+
+
+@pytest.mark.parametrize(("name", "place", "wanted"), FLIPS)
+def test_a_flipped_bit_is_named_and_the_repair_repairs(
+    source: Path, model: Path, name: str, place: int, wanted: str
+) -> None:
+    pristine = (model / name).read_bytes()
+    flip(model / name, place)
+    (finding,) = verify(model)
+    assert re.search(wanted.replace("X", "[0-9a-f]{8}"), finding), finding
+    by_requant = "int2" in name or name == TABLES
+    command = "prep requant --codec clip" if by_requant else "prep layout CHECKPOINT"
+    assert finding.startswith(f"{model / name}: ")
+    assert finding.endswith(f"; remove {model / name} and run: {command} {model}")
+    assert "\n" not in finding
+    (model / name).unlink()
+    requant(model, "clip") if by_requant else layout(source, model)
+    assert (model / name).read_bytes() == pristine
+    assert verify(model) == []
+
+
+def test_a_flipped_bit_in_the_checksums_is_found(model: Path) -> None:
+    flip(model / CHECKSUMS, -1)
+    assert len(verify(model)) == 1
+
+
+@pytest.mark.parametrize("key", ["fingerprint", "code"])
+def test_an_edited_manifest_is_found(model: Path, key: str) -> None:
+    content = json.loads((model / MANIFEST).read_text())
+    edited = content | {key: None if key == "code" else "0" + content[key][1:]}
+    (model / MANIFEST).write_text(json.dumps(edited))
+    (finding,) = verify(model)
+    assert finding.startswith(f"{model / MANIFEST}: CRC-32 ")
+
+
+def test_every_damage_is_reported(model: Path) -> None:
+    for expert_id in range(EXPERTS):
+        flip(model / expert_file("int2", 1), expert_id * STRIDE["int2"])
+    flip(model / DENSE, -1)
+    assert len(verify(model)) == EXPERTS + 1
+
+
+def test_what_cannot_be_repaired_says_so(whole: dict[str, Path], tmp_path: Path) -> None:
+    model = Path(shutil.copytree(whole["split"], tmp_path / "model"))
+    flip(model / expert_file("residual", 0), 5)
+    (finding,) = verify(model)
+    assert "layer 0 expert 0 residual: CRC-32" in finding
+    assert finding.endswith(f"; remove {model} and run: prep layout CHECKPOINT {model}")
+
+
+def test_deep_finds_what_the_checksums_do_not(model: Path) -> None:
+    """Bytes and their checksum both altered: only the FP4 tells."""
+    tables, checksums = read_tables(model, "int2"), read_checksums(model)
+    tables["int2.normalisers"][1, 0, 1] *= 2
+    checksums["int2.normalisers"][1] = checksum(tables["int2.normalisers"][1])
+    write_tables(model, tables)
+    write_checksums(model, checksums)
+    assert verify(model) == []
+    (finding,) = verify(model, deep=True)
+    assert "layer 1 expert 0 int2: not what its FP4 gives, expected the same bytes; remove" in finding
+
+
+def test_a_damaged_directory_that_does_not_open_raises(model: Path) -> None:
+    os.truncate(model / expert_file("fp4", 0), 5)
+    with pytest.raises(StrawError, match="5 bytes, expected"):
+        verify(model)
+    with pytest.raises(StrawError, match=r"neither manifest.json nor .* in it"):
+        verify(model.parent)
+
+
+def test_a_checkpoint_is_whole(source: Path) -> None:
+    assert verify(source) == []
+
+
+def test_a_checkpoint_with_another_total_or_a_stray_tensor(source: Path, tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(source, tmp_path / "copy"))
+    index = json.loads((copy / INDEX).read_text())
+    index["metadata"]["total_size"] += 1
+    (copy / INDEX).write_text(json.dumps(index))
+    (finding,) = verify(copy)
+    assert f"{copy / INDEX}: total_size is " in finding
+    shard = next(copy.glob("*.safetensors"))
+    os.truncate(shard, shard.stat().st_size - 1)
+    with pytest.raises(StrawError, match=shard.name):
+        verify(copy)
+
+
+def test_a_released_tokenizer_is_known_by_hash_and_by_ids(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the tiny tokenizer in the released one's place, every check finds something."""
+    directory = tmp_path / "directory"
+    directory.mkdir()
+    checkpoint = Checkpoint(source)
+    checkpoint.close()
+    config = checkpoint.config
+    assert list(verify_tokenizer(directory, config)) == []  # another vocabulary: nothing is known of it
+    monkeypatch.setattr(verify_module, "RELEASED_VOCABULARY", config.vocab_size)
+    (missing,) = verify_tokenizer(directory, config)
+    assert f"{directory / 'tokenizer.json'}: file is missing" in missing
+    shutil.copy(source / "tokenizer.json", directory)
+    findings = list(verify_tokenizer(directory, config))
+    assert len(findings) == 1 + len(TOKENIZER_CHECKS)
+    assert "SHA-256 " in findings[0]
+    assert "'hello' is [" in findings[1]
+    assert "expected [33310]" in findings[1]
