@@ -15,3 +15,7 @@ class ArtifactError(StrawError):
 
 class ContextFullError(StrawError):
     """The sequence has reached the context that its state was allocated for."""
+
+
+class StoreError(StrawError):
+    """An expert could not be brought to where it is needed."""
