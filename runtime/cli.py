@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -25,7 +25,20 @@ PromptFile = Annotated[Path | None, typer.Option("--prompt-file", help="Read the
 Device = Annotated[str | None, typer.Option("--device", help="cpu, cuda or cuda:i; default: cuda if there is one.")]
 Dtype = Annotated[str | None, typer.Option("--dtype", help="float32 or bfloat16; default: float32 on the CPU.")]
 Context = Annotated[int | None, typer.Option("--context", help="Tokens of the longest conversation.")]
-Ladder = Annotated[str, typer.Option("--ladder", help="exact: every expert at its released precision.")]
+Ladder = Annotated[
+    str, typer.Option("--ladder", help="a,b or exact or mass:hi,lo; auto: 2,4 where a 2-bit precision is in use.")
+]
+Renormalise = Annotated[
+    bool,
+    typer.Option("--renormalise/--no-renormalise", help="Whether what is left carries the weight of what is dropped."),
+]
+Code = Annotated[str | None, typer.Option("--code", help="int2, quad2 or split; default: the model directory's.")]
+Slots = Annotated[
+    str | None, typer.Option("--slots", help="F,R,f,r: experts at FP4 in VRAM and RAM, then at 2-bit only.")
+]
+Vram = Annotated[str | None, typer.Option("--vram", help="Budget for all the process uses there, e.g. 24GB.")]
+Ram = Annotated[str | None, typer.Option("--ram", help="Budget for all the process uses there, e.g. 24GB.")]
+VerifyReads = Annotated[bool, typer.Option("--verify-reads", help="Check the CRC-32 of every slab that is read.")]
 MaxNewTokens = Annotated[int, typer.Option("--max-new-tokens", min=1, help="Longest answer.")]
 Temperature = Annotated[
     float | None, typer.Option("--temperature", min=0, help="0 is greedy; default: the model's generation_config.json.")
@@ -50,7 +63,13 @@ def chat(
     effort: Annotated[str | None, typer.Option("--effort", help="low, high or max, as the release has.")] = None,
     device: Device = None,
     dtype: Dtype = None,
-    ladder: Ladder = "exact",
+    ladder: Ladder = "auto",
+    renormalise: Renormalise = True,
+    code: Code = None,
+    slots: Slots = None,
+    vram: Vram = None,
+    ram: Ram = None,
+    verify_reads: VerifyReads = False,
     context: Context = None,
     max_new_tokens: MaxNewTokens = 1024,
     temperature: Temperature = None,
@@ -60,7 +79,19 @@ def chat(
 ) -> None:
     """Talk with the model: streaming answers, several turns. With --prompt, one answer."""
     text = _prompt_text(prompt, prompt_file)
-    session = _open(model, device, dtype, ladder, context)
+    session = _open(
+        model,
+        device=device,
+        dtype=dtype,
+        ladder=ladder,
+        renormalise=renormalise,
+        code=code,
+        slots=slots,
+        vram=vram,
+        ram=ram,
+        verify_reads=verify_reads,
+        context=context,
+    )
     sampling = _sampling(session, max_new_tokens, temperature, top_p, seed)
     from runtime.chat import Conversation, answer, converse, require_tokenizer
 
@@ -80,7 +111,13 @@ def generate(
     raw: Annotated[bool, typer.Option("--raw", help="Continue the text itself, after BOS, without turns.")] = False,
     device: Device = None,
     dtype: Dtype = None,
-    ladder: Ladder = "exact",
+    ladder: Ladder = "auto",
+    renormalise: Renormalise = True,
+    code: Code = None,
+    slots: Slots = None,
+    vram: Vram = None,
+    ram: Ram = None,
+    verify_reads: VerifyReads = False,
     context: Context = None,
     max_new_tokens: MaxNewTokens = 256,
     temperature: Temperature = None,
@@ -92,7 +129,19 @@ def generate(
     text = _prompt_text(prompt, prompt_file)
     if text is None:
         raise typer.BadParameter("expected --prompt TEXT or --prompt-file FILE")
-    session = _open(model, device, dtype, ladder, context)
+    session = _open(
+        model,
+        device=device,
+        dtype=dtype,
+        ladder=ladder,
+        renormalise=renormalise,
+        code=code,
+        slots=slots,
+        vram=vram,
+        ram=ram,
+        verify_reads=verify_reads,
+        context=context,
+    )
     sampling = _sampling(session, max_new_tokens, temperature, top_p, seed)
     from runtime.chat import Conversation, require_tokenizer, stream_answer
     from runtime.chat_template import BOS
@@ -118,12 +167,12 @@ def _prompt_text(prompt: str | None, prompt_file: Path | None) -> str | None:
     return None if prompt is None else checked_prompt(prompt)
 
 
-def _open(model: str, device: str | None, dtype: str | None, ladder: str, context: int | None) -> Session:
+def _open(model: str, *, device: str | None, **options: Any) -> Session:
     from runtime.engine import best_device, open_model
 
     device = device or best_device()
-    session = open_model(model, device=device, dtype=dtype, ladder=ladder, context=context)
-    typer.echo(f"{model} on {device}, {session.context:,} tokens of context", err=True)
+    session = open_model(model, device=device, warn=lambda line: typer.echo(line, err=True), **options)
+    typer.echo(f"{model} on {device}, {session.context:,} tokens of context, {session.experts_line}", err=True)
     return session
 
 

@@ -14,12 +14,12 @@ DEMO_DIRECTORY = Path(__file__).parents[1] / "artifacts" / DEMO_NAME
 
 
 def prepared_demo() -> Path:
-    """The demo's model directory; `prep layout` is run first unless it is whole.
+    """The demo's model directory; `prep layout` and `prep requant` are run first unless they have been.
 
     Preparation is a command of its own, since the runtime does not import `prep`.
 
     Raises:
-        ArtifactError: The shipped checkpoint is not there, or the command failed (its own message stands above).
+        ArtifactError: The shipped checkpoint is not there, or a command failed (its own message stands above).
     """
     checkpoint, model = DEMO_DIRECTORY / "checkpoint", DEMO_DIRECTORY / "model"
     if _is_prepared(model):
@@ -30,17 +30,22 @@ def prepared_demo() -> Path:
             " or name a model directory"
         )
     print("preparing the demo model (once)", file=sys.stderr)
-    command = [sys.executable, "-m", "prep", "layout", str(checkpoint), str(model)]
+    _prep("layout", checkpoint, model)
+    _prep("requant", model)
+    return model
+
+
+def _prep(*arguments: object) -> None:
+    command = [sys.executable, "-m", "prep", *map(str, arguments)]
     finished = subprocess.run(command, stdout=subprocess.DEVNULL, check=False)
     if finished.returncode:
         raise ArtifactError(
-            f"{model}: prep layout ended with exit code {finished.returncode}, expected 0; remove the directory and try again"
+            f"{DEMO_DIRECTORY / 'model'}: {' '.join(command[2:4])} ended with exit code {finished.returncode}, expected 0; remove the directory and try again"
         )
-    return model
 
 
 def _is_prepared(model: Path) -> bool:
     if not (model / MANIFEST).exists():
         return False
-    stage = read_manifest(model).stages.get("layout")
-    return stage is not None and stage.done
+    manifest = read_manifest(model)
+    return manifest.code is not None and all(stage.done for stage in manifest.stages.values())

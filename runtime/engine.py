@@ -7,9 +7,12 @@ model's (`runtime.models`), the choice of a token the sampler's, the experts the
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+import warnings
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, fields, is_dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer
@@ -20,6 +23,7 @@ from runtime.checkpoint import INDEX, Checkpoint
 from runtime.config import ModelConfig
 from runtime.demo import DEMO_NAME, prepared_demo
 from runtime.errors import ArtifactError, ContextFullError, StrawError
+from runtime.ladder import check_precisions, parse_ladder
 from runtime.models.deepseek_v4.build import build_model
 from runtime.models.deepseek_v4.model import DeepseekV4
 from runtime.models.deepseek_v4.state import Snapshot, State
@@ -27,6 +31,9 @@ from runtime.models.experts import ExpertProvider, RouterObserver
 from runtime.models.rounding import ActivationRounding
 from runtime.resident import ResidentExperts
 from runtime.sampler import Sampler
+from runtime.store.assemble import AUTO, StoreSettings, open_store
+from runtime.store.pools import parse_bytes, parse_slots
+from runtime.store.store import TieredStore
 from runtime.tokenizer import load_tokenizer
 
 PREFILL_CHUNK = 256  # tokens of one forward: attention scores of 64 heads stay below 100 MB at 4,096 tokens of context
@@ -66,6 +73,7 @@ class Session:
         self._token_ids: list[int] = []  # the tokens that `_state` holds
         self._counters = Counters()
         self._is_interrupted = False
+        self._end = weakref.finalize(self, experts.close if isinstance(experts, TieredStore) else lambda: None)
 
     @property
     def context(self) -> int:
@@ -76,6 +84,11 @@ class Session:
     def token_ids(self) -> list[int]:
         """A copy of the sequence so far."""
         return list(self._token_ids)
+
+    @property
+    def experts_line(self) -> str:
+        """How the experts are served, in a few words."""
+        return self._experts.describe() if isinstance(self._experts, TieredStore) else "all experts resident"
 
     def logits(self, token_ids: Sequence[int]) -> Tensor:
         """float32 [T, V]: the next-token logits after each token, from position 0; the session's own sequence stays."""
@@ -154,9 +167,14 @@ class Session:
         """
         self._is_interrupted = True
 
-    def stats(self) -> dict[str, int | float]:
-        """Counters since the session was opened, and how full the context is."""
-        return {**asdict(self._counters), "context_tokens": len(self._token_ids), "context": self.context}
+    def stats(self) -> dict[str, Any]:
+        """Counters since the session was opened, how full the context is, and the store's counters where there is one."""
+        counters = {**asdict(self._counters), "context_tokens": len(self._token_ids), "context": self.context}
+        return {**counters, "store": self._experts.as_dict()} if isinstance(self._experts, TieredStore) else counters
+
+    def close(self) -> None:
+        """Ends the store's threads and releases its slots, as the end of the session's life does; nothing works after it."""
+        self._end()
 
     def _generate(self, prompt_ids: list[int], max_new_tokens: int, sampler: Sampler) -> Iterator[int]:
         held = len(self._token_ids)
@@ -213,14 +231,22 @@ class Session:
             torch.cuda.synchronize(self._state.position.device)
 
 
-def open_model(
+def open_model(  # noqa: PLR0913 - the public API: one keyword an option
     model: str | Path = DEMO_NAME,
     *,
     device: str = "cpu",
     dtype: str | None = None,
     ladder: str = "exact",
+    renormalise: bool = True,
+    code: str | None = None,
+    slots: str | Sequence[int] | None = None,
+    vram: str | int | None = None,
+    ram: str | int | None = None,
     context: int | None = None,
+    prefetch: str = "off",
+    verify_reads: bool = False,
     rounding: ActivationRounding | None = None,
+    warn: Callable[[str], None] = warnings.warn,
 ) -> Session:
     """A Session on a model directory, a released checkpoint that fits in memory, or "demo", the shipped model.
 
@@ -228,32 +254,77 @@ def open_model(
         model: A directory, or "demo", which is prepared on first use.
         device: "cpu", "cuda" or "cuda:i".
         dtype: "float32" or "bfloat16"; None is float32 on the CPU and bfloat16 on CUDA.
-        ladder: "exact".
+        ladder: "exact", "a,b", "mass:hi,lo", or "auto": 2,4 where a 2-bit precision is in use, else exact.
+        renormalise: Whether the picks that are left carry the weight of those dropped.
+        code: The 2-bit code to use, "int2", "quad2" or "split"; None is the model directory's own.
+        slots: Experts held: at FP4 in VRAM and RAM, then at 2-bit only in VRAM and RAM; "F,R,f,r" or four counts.
+        vram: Budget of bytes for all that the process uses on the device, or text like "24GB"; None is what is free.
+        ram: Likewise in host memory.
         context: Tokens of the longest sequence; None is min(4096, max_position_embeddings).
+        prefetch: "off".
+        verify_reads: Check the CRC-32 of every slab that is read.
         rounding: Activation rounding of the official code; None is off.
+        warn: Takes one line that the user should see.
 
     Raises:
         StrawError: The directory, the device or an option is not usable; one line that says why.
     """
-    place, number = _device(device), _dtype(dtype, device)
-    if ladder != "exact":
-        raise StrawError(
-            f"ladder is {ladder!r}, expected 'exact': {model} has no 2-bit precision in use; run prep requant on it first"
-        )
+    place, number, rounding = _device(device), _dtype(dtype, device), rounding or ActivationRounding()
+    if prefetch != "off":
+        raise StrawError(f"prefetch is {prefetch!r}, expected 'off'; correct --prefetch")
     directory = prepared_demo() if model == DEMO_NAME else Path(model)
-    source = _open_source(directory)
+    source = open_source(directory)
     try:
-        length = _context(context, source.config)
-        rounding = rounding or ActivationRounding()
+        state = State(source.config, _context(context, source.config), number, place)
         weights = build_model(source, number, place, rounding)
-        experts = ResidentExperts(source, number, place, rounding.linear)
-    finally:
+        if isinstance(source, Checkpoint):
+            experts = _resident(source, ladder, number, place, rounding)
+            return Session(weights, experts, state, load_tokenizer(directory), directory)
+        settings = StoreSettings(
+            ladder, renormalise, code, parse_slots(slots), parse_bytes(vram), parse_bytes(ram), verify_reads
+        )
+        store = open_store(
+            source,
+            settings,
+            dtype=number,
+            device=place,
+            round_inputs=rounding.linear,
+            used_bytes=_tensor_bytes(weights) + _tensor_bytes(state.layers),
+            warn=warn,
+        )
+        return Session(weights, store, state, load_tokenizer(directory), directory)
+    except BaseException:
         source.close()
-    state = State(source.config, length, number, place)
-    return Session(weights, experts, state, load_tokenizer(directory), directory)
+        raise
 
 
-def _open_source(directory: Path) -> Checkpoint | ModelDirectory:
+def _resident(
+    source: Checkpoint, ladder: str, dtype: torch.dtype, device: torch.device, rounding: ActivationRounding
+) -> ResidentExperts:
+    """All experts of a released checkpoint, which has FP4 only."""
+    num_picks = source.config.num_experts_per_tok
+    if ladder != AUTO:
+        check_precisions(parse_ladder(ladder, num_picks), num_picks, has_two_bit=False, model=str(source.directory))
+    experts = ResidentExperts(source, dtype, device, rounding.linear)
+    source.close()
+    return experts
+
+
+def _tensor_bytes(part: object) -> int:
+    """Bytes of all tensors in nested dataclasses, tuples and lists."""
+    if isinstance(part, Tensor):
+        return part.nbytes
+    if isinstance(part, list | tuple):
+        return sum(map(_tensor_bytes, part))
+    return sum(_tensor_bytes(getattr(part, item.name)) for item in fields(part)) if is_dataclass(part) else 0
+
+
+def open_source(directory: Path) -> Checkpoint | ModelDirectory:
+    """The model directory or released checkpoint in `directory`.
+
+    Raises:
+        StrawError: It is neither, or damaged.
+    """
     if (directory / MANIFEST).exists():
         return ModelDirectory(directory)
     if (directory / INDEX).exists():

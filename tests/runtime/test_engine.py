@@ -163,7 +163,9 @@ def test_token_ids_outside_the_vocabulary(session: Session, ids: list[int]) -> N
         ({"dtype": "int8"}, "dtype is 'int8', expected float32 or bfloat16"),
         ({"context": 601}, "context is 601 tokens, expected 1 to 600"),
         ({"context": 0}, "context is 0 tokens"),
-        ({"ladder": "2,4"}, "prep requant"),
+        ({"ladder": "1,2"}, "prep requant"),
+        ({"ladder": "3"}, "not a ladder"),
+        ({"prefetch": "predictor"}, "prefetch is 'predictor'"),
     ],
 )
 def test_options_that_cannot_be_met(checkpoint: Path, options: dict[str, object], message: str) -> None:

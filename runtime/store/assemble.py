@@ -1,0 +1,192 @@
+"""Opens a tiered store on a model directory: settings in, joined parts out. Owns the budgets and the checks at start."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from runtime.artifact import ModelDirectory
+from runtime.errors import StrawError
+from runtime.expert_weights import ExpertWeights
+from runtime.ladder import AnyLadder, Ladder, Rung, check_precisions, parse_ladder
+from runtime.store.arena import available_ram_bytes
+from runtime.store.pools import Layout, Slots, pool_sizes, slots_for_bytes
+from runtime.store.reader import SlabReader
+from runtime.store.residency import PoolSizes, Residency, check_pools
+from runtime.store.slab_files import SlabFiles
+from runtime.store.slots import CudaSlots, HostSlots, SlotMemory
+from runtime.store.store import TieredStore
+
+AUTO = "auto"
+WORKSPACE_BYTES = (
+    1_500_000_000  # what a card needs beside weights, state and slots: activations, dequantised experts, CUDA
+)
+RAM_RESERVE_BYTES = 4_000_000_000
+RAM_RESERVE_SHARE = 0.15
+
+
+@dataclass(frozen=True, slots=True)
+class StoreSettings:
+    """What a user may choose about the store.
+
+    `code` None is the model directory's own. `slots` gives the pools directly; else `vram_bytes` and `ram_bytes` are budgets
+    for all that the process uses there, None for what is free less a reserve. `mirrors` are further directories with the same
+    expert files.
+    """
+
+    ladder: str = "exact"
+    renormalise: bool = True
+    code: str | None = None
+    slots: Slots | None = None
+    vram_bytes: int | None = None
+    ram_bytes: int | None = None
+    verify_reads: bool = False
+    mirrors: Sequence[Path] = ()
+
+
+def open_store(
+    model: ModelDirectory,
+    settings: StoreSettings,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    round_inputs: bool,
+    used_bytes: int,
+    warn: Callable[[str], None],
+) -> TieredStore:
+    """A store with empty tiers that takes over `model`.
+
+    Args:
+        model: Opened; closed with the store.
+        settings: The user's choices.
+        dtype: Of activations.
+        device: Where slots called VRAM lie.
+        round_inputs: Activation rounding A.
+        used_bytes: What weights and state take on the device already; inside the budget.
+        warn: Takes one line for the user.
+
+    Raises:
+        StrawError: The ladder, the pools or the budgets cannot be met.
+    """
+    code, num_picks = _code(model, settings.code), model.config.num_experts_per_tok
+    weights = ExpertWeights(
+        model.config, model.planes, code, model.read_tables(), dtype=dtype, device=device, round_inputs=round_inputs
+    )
+    ladder = _ladder(settings, num_picks, has_two_bit=code is not None, model=str(model.directory))
+    layout = Layout(
+        weights.planes(Rung.FP4),
+        () if ladder.is_exact(num_picks) else weights.planes(Rung.TWO_BIT),
+        {name: record.slab_stride_bytes for name, record in model.planes.items()},
+    )
+    slots = settings.slots or _slots_in_budget(model, settings, layout, device, used_bytes)
+    pools = pool_sizes(slots, layout, staging=0)
+    check_pools(pools, _demanded(ladder, layout, num_picks), num_picks)
+    memory = _memory(pools, layout, num_picks, device)
+    reader = SlabReader([model.directory, *settings.mirrors], warn=warn)
+    return TieredStore(weights, Residency(pools), memory, SlabFiles(model, reader, settings.verify_reads), ladder)
+
+
+def _code(model: ModelDirectory, code: str | None) -> str | None:
+    if code is not None and code not in model.codes:
+        raise StrawError(
+            f"--code {code}: {model.directory} has {', '.join(model.codes) or 'no 2-bit code'}, expected one of those; run: prep requant {model.directory}"
+        )
+    return code or model.code
+
+
+def _ladder(settings: StoreSettings, num_picks: int, has_two_bit: bool, model: str) -> AnyLadder:
+    """The ladder asked for, which the model's precisions must allow; "auto" is 2,4 where there is a 2-bit precision."""
+    if settings.ladder == AUTO:
+        return (
+            Ladder(min(2, num_picks), min(4, num_picks), settings.renormalise)
+            if has_two_bit
+            else Ladder.exact(num_picks)
+        )
+    ladder = parse_ladder(settings.ladder, num_picks, settings.renormalise)
+    check_precisions(ladder, num_picks, has_two_bit, model)
+    return ladder
+
+
+def _demanded(ladder: AnyLadder, layout: Layout, num_picks: int) -> set[str]:
+    """The planes that the ladder may read for a token."""
+    fp4 = layout.fp4 if ladder.needs_fp4(num_picks) else ()
+    two_bit = layout.two_bit if ladder.needs_two_bit(num_picks) else ()
+    return {*fp4, *two_bit}
+
+
+def _memory(pools: dict[str, PoolSizes], layout: Layout, num_picks: int, device: torch.device) -> SlotMemory:
+    strides = {plane: layout.strides[plane] for plane in pools}
+    if device.type == "cpu":
+        return HostSlots(strides, pools)
+    return CudaSlots(strides, pools, ring_slots=_ring_slots(layout, num_picks), device=device)
+
+
+def _ring_slots(layout: Layout, num_picks: int) -> int:
+    """Twice the reads of one token in one layer: one half lands while the other is being read."""
+    return 2 * num_picks * len(layout.fp4)
+
+
+def _slots_in_budget(
+    model: ModelDirectory, settings: StoreSettings, layout: Layout, device: torch.device, used_bytes: int
+) -> Slots:
+    config = model.config
+    num_experts = config.num_hidden_layers * config.n_routed_experts
+    ram = _ram_left(settings.ram_bytes)
+    if device.type == "cpu":
+        # One memory plays both parts: everything is "VRAM" unless the user divides it.
+        vram, ram = (ram, 0) if settings.vram_bytes is None else (settings.vram_bytes - used_bytes, ram)
+    else:
+        vram = _vram_left(settings.vram_bytes, device, used_bytes)
+        ram -= _ring_slots(layout, config.num_experts_per_tok) * max(layout.strides.values())
+    return slots_for_bytes(
+        max(vram, 0), max(ram, 0), layout, num_experts=num_experts, num_picks=config.num_experts_per_tok
+    )
+
+
+def _ram_left(budget_bytes: int | None) -> int:
+    """Bytes of host memory for slots.
+
+    Raises:
+        StrawError: The budget is more than the machine has left.
+    """
+    available = available_ram_bytes()
+    if budget_bytes is None:
+        return available - max(RAM_RESERVE_BYTES, int(available * RAM_RESERVE_SHARE))
+    if budget_bytes > available:
+        raise StrawError(
+            f"--ram {budget_bytes:,} bytes: {available:,} are available, expected no more than that; end other programs or give less"
+        )
+    return budget_bytes
+
+
+def _vram_left(budget_bytes: int | None, device: torch.device, used_bytes: int) -> int:
+    """Bytes of the card's memory for slots, after what the process uses there already.
+
+    Raises:
+        StrawError: The budget is more than the card has free; names the other processes on it.
+    """
+    free, _ = torch.cuda.mem_get_info(device)
+    if budget_bytes is None:
+        return free - WORKSPACE_BYTES
+    left = budget_bytes - used_bytes
+    if left > free:
+        raise StrawError(
+            f"--vram {budget_bytes:,} bytes: {free:,} are free on {device} beside {used_bytes:,} of this process, expected that much;{_other_users()} end them or give less"
+        )
+    return left - WORKSPACE_BYTES
+
+
+def _other_users() -> str:
+    """The processes on the cards, as the driver lists them; empty if it cannot say."""
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return ""
+    query = [program, "--query-compute-apps=pid,process_name,used_memory", "--format=csv,noheader"]
+    listed = subprocess.run(query, capture_output=True, text=True, check=False, timeout=20).stdout.split("\n")
+    users = "; ".join(line.strip() for line in listed if line.strip())
+    return f" on the cards: {users};" if users else ""

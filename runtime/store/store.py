@@ -1,0 +1,240 @@
+"""The tiered store: serves a layer's routed experts from VRAM, pinned RAM and NVMe, in two precisions, under a ladder.
+
+Owns the order of one layer call: what each pick may use (`ladder`), who must move (`residency`), the moves themselves (`slots`,
+`reader`), and the arithmetic as slabs arrive. All misses of a call are issued together; a call that needs more slabs than there
+are slots runs in waves. Streaming changes no bit: each expert computes all its tokens of the call at once, each pick has its own
+output, and the caller adds them in rank order.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from runtime.errors import StoreError
+from runtime.expert_weights import ExpertWeights
+from runtime.ladder import AnyLadder, Rung, decide
+from runtime.store.policies import ExpertKey
+from runtime.store.residency import Demote, Move, Promote, Read, Residency, Slab, Tier
+from runtime.store.slab_files import SlabFiles
+from runtime.store.slots import SlotMemory
+from runtime.store.stats import StoreStats
+
+
+@dataclass(slots=True)
+class Work:
+    """One expert at one precision: the tokens and ranks of the call that it serves, and with which weights."""
+
+    key: ExpertKey
+    rung: Rung
+    slabs: list[Slab]
+    tokens: list[int] = field(default_factory=list)
+    ranks: list[int] = field(default_factory=list)
+    weights: list[float] = field(default_factory=list)
+
+    def add(self, token: int, rank: int, weight: float) -> None:
+        """One more pick."""
+        self.tokens.append(token)
+        self.ranks.append(rank)
+        self.weights.append(weight)
+
+
+class TieredStore:
+    """An ExpertProvider (runtime.models.experts) that keeps what fits and streams the rest. One caller at a time."""
+
+    def __init__(
+        self, weights: ExpertWeights, residency: Residency, memory: SlotMemory, files: SlabFiles, ladder: AnyLadder
+    ) -> None:
+        """Joins the parts; `residency` is empty and has the pools that `memory` has the slots of."""
+        self.stats = StoreStats()
+        self._weights, self._residency, self._memory, self._files = weights, residency, memory, files
+        self._ladder = ladder
+        self._last_layer = weights.config.num_hidden_layers - 1
+        self._was_cut_off = False
+
+    def __call__(self, layer_idx: int, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
+        """Each pick's weighted output, float32 [T, K, D]; a pick that the ladder drops is zeros.
+
+        Raises:
+            StoreError: A slab could not be read; other experts can still be asked for.
+        """
+        if self._was_cut_off:
+            raise StoreError(
+                "expert store: an earlier call was cut off inside a layer, expected every call to end; open the model again"
+            )
+        output = torch.zeros(*topk_ids.shape, x.shape[-1], device=x.device)
+        # The one synchronisation of the layer: everything below is decided by integers on the host.
+        work = self._plan(layer_idx, topk_ids.tolist(), topk_weights.tolist())
+        for wave in self._waves(work):
+            self._run_wave(wave, x, output)
+        if layer_idx == self._last_layer:
+            for _ in range(len(x)):
+                self._residency.end_token()
+            self.stats.end_tokens(len(x))
+        return output
+
+    def check_balance(self) -> None:
+        """Nothing, if the accounts of all tiers balance; AssertionError with the numbers if not."""
+        self._residency.check_balance()
+
+    def as_dict(self) -> dict[str, object]:
+        """The counters, and what the reader measured of the drive."""
+        return {**self.stats.as_dict(), "reader": self._files.stats(), "ladder": str(self._ladder)}
+
+    def describe(self) -> str:
+        """The ladder and the slots of each plane, in a few words."""
+        return f"ladder {self._ladder}, slots {self._residency.describe()}"
+
+    def close(self) -> None:
+        """Ends the reader's threads and releases the slots."""
+        self._files.close()
+        self._memory.close()
+
+    def _plan(self, layer_idx: int, ids: list[list[int]], weights: list[list[float]]) -> list[Work]:
+        """What every pick of the call uses, by expert and precision, decided on what is resident as the call begins."""
+        work: dict[tuple[ExpertKey, Rung], Work] = {}
+        for token, (token_ids, token_weights) in enumerate(zip(ids, weights, strict=True)):
+            keys = [ExpertKey(layer_idx, expert_id) for expert_id in token_ids]
+            resident = [[self._is_resident(rung, key) for key in keys] for rung in (Rung.FP4, Rung.TWO_BIT)]
+            decision = decide(self._ladder, token_weights, *resident)
+            for rank, (key, rung, weight) in enumerate(zip(keys, decision.rungs, decision.weights, strict=True)):
+                self.stats.use(layer_idx, rank, rung, self._tier(rung, key))
+                if rung is not Rung.DROP:
+                    item = work.setdefault((key, rung), Work(key, rung, self._slabs(rung, key)))
+                    item.add(token, rank, weight)
+        for item in work.values():
+            for _ in item.tokens:
+                self._residency.use(item.key, self._weights.planes(item.rung))
+        return list(work.values())
+
+    def _slabs(self, rung: Rung, key: ExpertKey) -> list[Slab]:
+        return [(plane, key) for plane in self._weights.planes(rung)]
+
+    def _is_resident(self, rung: Rung, key: ExpertKey) -> bool:
+        planes = self._weights.planes(rung)
+        return bool(planes) and self._residency.has_pools(planes) and self._residency.is_resident(planes, key)
+
+    def _tier(self, rung: Rung, key: ExpertKey) -> str | None:
+        """Where the slowest of the planes is; None for a dropped pick."""
+        if rung is Rung.DROP:
+            return None
+        places = [self._residency.place(*slab) for slab in self._slabs(rung, key)]
+        if None in places:
+            return "NVMe"
+        return "RAM" if any(place and place.tier is Tier.RAM for place in places) else "VRAM"
+
+    def _waves(self, work: Sequence[Work]) -> Iterator[list[Work]]:
+        """The work in parts whose slabs fit in VRAM at the same time; what is there already comes first."""
+        wave: list[Work] = []
+        wanted: dict[Slab, None] = {}
+        for item in sorted(work, key=lambda item: self._tier(item.rung, item.key) != "VRAM"):
+            together = wanted | dict.fromkeys(item.slabs)
+            if wave and not self._fits(together):
+                yield wave
+                wave, together = [], dict.fromkeys(item.slabs)
+            wave.append(item)
+            wanted = together
+        if wave:
+            yield wave
+
+    def _fits(self, wanted: dict[Slab, None]) -> bool:
+        counts = Counter(plane for plane, _ in wanted)
+        return all(count <= self._residency.num_vram_slots(plane) for plane, count in counts.items())
+
+    def _run_wave(self, wave: list[Work], x: Tensor, output: Tensor) -> None:
+        wants = dict.fromkeys(slab for item in wave for slab in item.slabs)
+        try:
+            moves = self._residency.acquire(wants)
+            missing = {(move.plane, move.key) for move in moves if isinstance(move, Read)}
+            with closing(self._carry_out(moves)) as arrivals:
+                for arrived in arrivals:
+                    missing.discard(arrived)
+                    wave = self._compute_ready(wave, missing, x, output)
+            self._residency.release(wants)
+        except StoreError:
+            self._residency.release(wants)
+            raise
+        except BaseException:
+            self._was_cut_off = True  # a read may still be writing to a slot that nobody knows of
+            raise
+
+    def _compute_ready(self, wave: list[Work], missing: set[Slab], x: Tensor, output: Tensor) -> list[Work]:
+        """Computes the work of which no slab is missing; what is left of the wave."""
+        waiting = []
+        for item in wave:
+            if missing.isdisjoint(item.slabs):
+                self._compute(item, x, output)
+            else:
+                waiting.append(item)
+        return waiting
+
+    def _compute(self, item: Work, x: Tensor, output: Tensor) -> None:
+        places = {plane: self._residency.place(plane, key) for plane, key in item.slabs}
+        slots = [(plane, place.slot_id) for plane, place in places.items() if place is not None]
+        self._memory.before_use(slots)
+        tokens, ranks = (torch.tensor(numbers, device=x.device) for numbers in (item.tokens, item.ranks))
+        route_weights = torch.tensor(item.weights, dtype=torch.float32, device=x.device)
+        slabs = {plane: self._memory.view(plane, slot_id) for plane, slot_id in slots}
+        picks = self._weights.apply(*item.key, item.rung, slabs, x[tokens], route_weights)
+        output[tokens, ranks] = picks.float()
+        self._memory.after_use(slots)
+
+    def _carry_out(self, moves: list[Move]) -> Generator[Slab | None]:
+        """Issues all moves; yields None once nothing but reads is left to wait for, then each slab that a read has brought.
+
+        Raises:
+            StoreError: Of the first read that failed, after the last one has ended.
+        """
+        for move in moves:
+            self._copy(move)
+        reads = [move for move in moves if isinstance(move, Read)]
+        size = self._memory.reads_at_once or max(len(reads), 1)
+        batches = [reads[begin : begin + size] for begin in range(0, len(reads), size)]
+        submitted = [self._files.submit(batch, self._memory) for batch in batches[:1]]
+        yield None
+        error: StoreError | None = None
+        for number in range(len(batches)):
+            submitted += [self._files.submit(batch, self._memory) for batch in batches[number + 1 : number + 2]]
+            for move, failure in self._timed(self._files.completed(submitted[number])):
+                error = error or failure
+                if failure is None:
+                    self._memory.land(move)
+                    self._residency.arrived(move.plane, move.key)
+                    self._count(move, "read")
+                    yield move.plane, move.key
+                else:
+                    self._memory.drop(move)
+                    self._residency.failed(move.plane, move.key)
+        if error is not None:
+            raise error
+
+    def _copy(self, move: Move) -> None:
+        """Issues a copy between tiers. It is in order with all later copies and kernels, so it counts as done at once."""
+        if isinstance(move, Demote):
+            self._memory.demote(move)
+            self._residency.copied(move)
+            self._count(move, "demote")
+        if isinstance(move, Promote):
+            self._memory.promote(move)
+            self._residency.arrived(move.plane, move.key)
+            self._residency.copied(move)
+            self._count(move, "promote")
+
+    def _count(self, move: Read | Demote | Promote, kind: str) -> None:
+        self.stats.move(move.plane, kind, self._files.stride_bytes(move.plane), self._memory.copies_over_pcie)
+
+    def _timed(self, completions: Iterator[tuple[Read, StoreError | None]]) -> Iterator[tuple[Read, StoreError | None]]:
+        """The completions, the time spent waiting for each counted as exposed wait."""
+        while True:
+            start = time.perf_counter()
+            completion = next(completions, None)
+            self.stats.wait(time.perf_counter() - start)
+            if completion is None:
+                return
+            yield completion
