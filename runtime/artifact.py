@@ -25,6 +25,7 @@ from runtime.manifest import (
     CHECKSUMS,
     CONFIG,
     DENSE,
+    HEAT,
     MANIFEST,
     TABLES,
     PlaneRecord,
@@ -203,6 +204,23 @@ class ModelDirectory:
             return {}
         found = read_tables(self.directory, self.code or self.codes[0])
         return {name: found[name] for name in table_specs(self.config, self.codes)}
+
+    def read_heat(self) -> tuple[Tensor, int] | None:
+        """Uses of each expert, int64 [L, E], and the tokens they were counted over; None where no trace has left any.
+
+        Raises:
+            ArtifactError: HEAT is damaged or of another model.
+        """
+        path = self.directory / HEAT
+        if not path.exists():
+            return None
+        file = SafetensorsFile(path, ArtifactError, f"remove it, or run: {stage_command('trace', self.directory)}")
+        try:
+            uses = TensorSpec("I64", (self.config.num_hidden_layers, self.config.n_routed_experts))
+            self._check_specs(file, {"uses": uses, "tokens": TensorSpec("I64", (1,))})
+            return file.read("uses"), int(file.read("tokens"))
+        finally:
+            file.close()
 
     def close(self) -> None:
         """Releases the descriptor; a second call does nothing."""

@@ -25,6 +25,7 @@ CONFIG = "config.json"
 DENSE = "dense.safetensors"
 TABLES = "tables.safetensors"
 CHECKSUMS = "checksums.safetensors"
+HEAT = "heat.safetensors"
 CODECS = {"clip": "int2", "quad": "quad2", "split": "split"}  # what prep requant calls the way to a code
 
 

@@ -7,6 +7,7 @@ import subprocess
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -15,6 +16,7 @@ from runtime.errors import StrawError
 from runtime.expert_weights import ExpertWeights
 from runtime.ladder import AnyLadder, Ladder, Rung, check_precisions, parse_ladder
 from runtime.store.arena import available_ram_bytes
+from runtime.store.policies import ExpertKey
 from runtime.store.pools import Layout, Slots, pool_sizes, slots_for_bytes
 from runtime.store.reader import SlabReader
 from runtime.store.residency import PoolSizes, Residency, check_pools
@@ -26,6 +28,7 @@ AUTO = "auto"
 WORKSPACE_BYTES = (
     1_500_000_000  # what a card needs beside weights, state and slots: activations, dequantised experts, CUDA
 )
+SCARCE_BYTES = 200_000_000  # free memory of a card below which the next allocation of anybody may fail
 RAM_RESERVE_BYTES = 4_000_000_000
 RAM_RESERVE_SHARE = 0.15
 
@@ -73,22 +76,54 @@ def open_store(
     Raises:
         StrawError: The ladder, the pools or the budgets cannot be met.
     """
-    code, num_picks = _code(model, settings.code), model.config.num_experts_per_tok
+    code = _code(model, settings.code)
     weights = ExpertWeights(
         model.config, model.planes, code, model.read_tables(), dtype=dtype, device=device, round_inputs=round_inputs
     )
-    ladder = _ladder(settings, num_picks, has_two_bit=code is not None, model=str(model.directory))
-    layout = Layout(
-        weights.planes(Rung.FP4),
-        () if ladder.is_exact(num_picks) else weights.planes(Rung.TWO_BIT),
-        {name: record.slab_stride_bytes for name, record in model.planes.items()},
-    )
-    slots = settings.slots or _slots_in_budget(model, settings, layout, device, used_bytes)
-    pools = pool_sizes(slots, layout, staging=0)
+    room = _Room(model, settings, device, used_bytes)
+    ladder = _ladder(settings, weights, room)
+    layout = _layout(model, weights, ladder)
+    num_picks = model.config.num_experts_per_tok
+    pools = pool_sizes(room.slots(layout), layout, staging=0)
     check_pools(pools, _demanded(ladder, layout, num_picks), num_picks)
     memory = _memory(pools, layout, num_picks, device)
-    reader = SlabReader([model.directory, *settings.mirrors], warn=warn)
-    return TieredStore(weights, Residency(pools), memory, SlabFiles(model, reader, settings.verify_reads), ladder)
+    files = SlabFiles(model, SlabReader([model.directory, *settings.mirrors], warn=warn), settings.verify_reads)
+    return TieredStore(weights, _residency(model, pools), memory, files, ladder, watch=_watch(device, warn))
+
+
+def _layout(model: ModelDirectory, weights: ExpertWeights, ladder: AnyLadder) -> Layout:
+    """The planes that need slots under this ladder."""
+    exact = ladder.is_exact(model.config.num_experts_per_tok)
+    strides = {name: record.slab_stride_bytes for name, record in model.planes.items()}
+    return Layout(weights.planes(Rung.FP4), () if exact else weights.planes(Rung.TWO_BIT), strides)
+
+
+def _residency(model: ModelDirectory, pools: dict[str, PoolSizes]) -> Residency:
+    """Empty tiers whose use counts begin with the model's heat, if a trace has left any."""
+    heat = model.read_heat()
+    if heat is None:
+        return Residency(pools)
+    counts, num_tokens = heat
+    uses = {
+        ExpertKey(layer, expert): n for layer, row in enumerate(counts.tolist()) for expert, n in enumerate(row) if n
+    }
+    return Residency(pools, heat=uses, heat_tokens=num_tokens)
+
+
+def _watch(device: torch.device, warn: Callable[[str], None]) -> Callable[[], None]:
+    """Looks whether others have taken the card's memory since the start; says so each time it gets scarce."""
+    scarce = False
+
+    def watch() -> None:
+        nonlocal scarce
+        free, _ = torch.cuda.mem_get_info(device)
+        if free < SCARCE_BYTES and not scarce:
+            warn(
+                f"{device}: only {free:,} bytes of memory are free;{_other_users()} a driver may now page, and speed fall"
+            )
+        scarce = free < SCARCE_BYTES
+
+    return watch if device.type == "cuda" else lambda: None
 
 
 def _code(model: ModelDirectory, code: str | None) -> str | None:
@@ -99,16 +134,21 @@ def _code(model: ModelDirectory, code: str | None) -> str | None:
     return code or model.code
 
 
-def _ladder(settings: StoreSettings, num_picks: int, has_two_bit: bool, model: str) -> AnyLadder:
-    """The ladder asked for, which the model's precisions must allow; "auto" is 2,4 where there is a 2-bit precision."""
+def _ladder(settings: StoreSettings, weights: ExpertWeights, room: _Room) -> AnyLadder:
+    """The ladder asked for, which the model's precisions must allow.
+
+    "auto" is 2,4 where there is a 2-bit precision, unless every expert fits at FP4: then saving on precision saves nothing.
+    """
+    model, num_picks = room.model, room.model.config.num_experts_per_tok
+    has_two_bit = bool(weights.planes(Rung.TWO_BIT))
     if settings.ladder == AUTO:
-        return (
-            Ladder(min(2, num_picks), min(4, num_picks), settings.renormalise)
-            if has_two_bit
-            else Ladder.exact(num_picks)
-        )
+        exact = Ladder.exact(num_picks)
+        slots = room.slots(_layout(model, weights, exact))
+        holds_all = slots.fp4_vram + slots.fp4_ram >= room.num_experts
+        fits = has_two_bit and not holds_all
+        return Ladder(min(2, num_picks), min(4, num_picks), settings.renormalise) if fits else exact
     ladder = parse_ladder(settings.ladder, num_picks, settings.renormalise)
-    check_precisions(ladder, num_picks, has_two_bit, model)
+    check_precisions(ladder, num_picks, has_two_bit, str(model.directory))
     return ladder
 
 
@@ -131,21 +171,31 @@ def _ring_slots(layout: Layout, num_picks: int) -> int:
     return 2 * num_picks * len(layout.fp4)
 
 
-def _slots_in_budget(
-    model: ModelDirectory, settings: StoreSettings, layout: Layout, device: torch.device, used_bytes: int
-) -> Slots:
-    config = model.config
-    num_experts = config.num_hidden_layers * config.n_routed_experts
-    ram = _ram_left(settings.ram_bytes)
-    if device.type == "cpu":
-        # One memory plays both parts: everything is "VRAM" unless the user divides it.
-        vram, ram = (ram, 0) if settings.vram_bytes is None else (settings.vram_bytes - used_bytes, ram)
-    else:
-        vram = _vram_left(settings.vram_bytes, device, used_bytes)
-        ram -= _ring_slots(layout, config.num_experts_per_tok) * max(layout.strides.values())
-    return slots_for_bytes(
-        max(vram, 0), max(ram, 0), layout, num_experts=num_experts, num_picks=config.num_experts_per_tok
-    )
+class _Room(NamedTuple):
+    """What there is to divide among the pools."""
+
+    model: ModelDirectory
+    settings: StoreSettings
+    device: torch.device
+    used_bytes: int
+
+    @property
+    def num_experts(self) -> int:
+        return self.model.config.num_hidden_layers * self.model.config.n_routed_experts
+
+    def slots(self, layout: Layout) -> Slots:
+        """The slots asked for, or as many as the budgets hold."""
+        settings, num_picks = self.settings, self.model.config.num_experts_per_tok
+        if settings.slots is not None:
+            return settings.slots
+        ram = _ram_left(settings.ram_bytes)
+        if self.device.type == "cpu":
+            # One memory plays both parts: everything is "VRAM" unless the user divides it.
+            vram, ram = (ram, 0) if settings.vram_bytes is None else (settings.vram_bytes - self.used_bytes, ram)
+        else:
+            vram = _vram_left(settings.vram_bytes, self.device, self.used_bytes)
+            ram -= _ring_slots(layout, num_picks) * max(layout.strides.values())
+        return slots_for_bytes(max(vram, 0), max(ram, 0), layout, num_experts=self.num_experts, num_picks=num_picks)
 
 
 def _ram_left(budget_bytes: int | None) -> int:

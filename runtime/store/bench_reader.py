@@ -71,6 +71,7 @@ def measure(directory: Path, size_bytes: int, seconds: float) -> Row:
     """All results; writes and removes a file of about `size_bytes` in `directory`."""
     overhead = measure_overhead(seconds)
     _say(f"reader alone, reads that take no time: {overhead['pieces_per_second']:,.0f} pieces/s")
+    directory.mkdir(parents=True, exist_ok=True)
     file = directory / FILE
     pin = torch.cuda.is_available()
     warnings: list[str] = []

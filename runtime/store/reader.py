@@ -15,17 +15,18 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from torch import Tensor
 
 from runtime.errors import StoreError
 from runtime.store.arena import PAGE_BYTES, view_bytes
+from runtime.store.meter import Meter
+from runtime.store.tickets import Piece, Place, SlabRead, Ticket, Verify
 
 NUM_WORKERS = 16  # reads under way at once; drives gain up to a depth of 16 with MB reads (facts/peers.md)
 PIECES = 4
@@ -35,132 +36,6 @@ KINDS = ("demand", "prefetch")
 
 Preadv = Callable[[int, list[memoryview], int], int]
 OpenFile = Callable[[Path, int], int]
-Verify = Callable[[memoryview], None]
-
-
-class _Place(NamedTuple):
-    """A file and the one of the reader's directories it lies in."""
-
-    directory: Path
-    file: Path
-
-
-class _Slab(NamedTuple):
-    """What a ticket asks for."""
-
-    path: str  # below a directory
-    places: list[_Place]
-    offset_bytes: int
-    target: memoryview
-    label: str
-    verify: Verify | None
-
-
-class Ticket:
-    """One slab on its way. The target belongs to the reader until the ticket is done, then to the caller again."""
-
-    def __init__(self, reader: SlabReader, slab: _Slab, bounds: list[int], kind: str) -> None:
-        self._reader, self._slab, self._kind = reader, slab, kind
-        self._bounds = bounds  # piece i is target[bounds[i] : bounds[i + 1]]
-        self._begun = self._ended = 0  # pieces
-        self._turn = 0  # which of the places the first piece comes from
-        self._submitted = time.perf_counter()
-        self._error: BaseException | None = None
-        self._is_done = False
-        self._watchers: list[SimpleQueue[Ticket]] = []
-
-    @property
-    def label(self) -> str:
-        """What the caller named it."""
-        return self._slab.label
-
-    def is_done(self) -> bool:
-        """Whether `wait` would return or raise at once."""
-        return self._is_done
-
-    def wait(self) -> None:
-        """Returns when the whole slab is in the target and, where asked for, verified.
-
-        Raises:
-            StoreError: It could not be read, or was cancelled; names file, label, what was found and expected.
-            Exception: Whatever `verify` raised.
-        """
-        if not self._is_done:
-            next(self._reader.completed([self]))
-        if self._error is not None:
-            raise self._error
-
-    def _begin_piece(self, now: float) -> _Piece:
-        begin, end = self._bounds[self._begun : self._begun + 2]
-        place = self._slab.places[(self._turn + self._begun) % len(self._slab.places)]
-        self._begun += 1
-        return _Piece(self, place, self._slab.target[begin:end], self._slab.offset_bytes + begin, self._kind, now)
-
-    def _give_up(self, error: BaseException) -> None:
-        """Pieces that nobody has begun are not to be read; the first error is the one that counts."""
-        self._error = self._error or error
-        del self._bounds[self._begun + 1 :]
-
-    def _is_all_begun(self) -> bool:
-        return self._begun == len(self._bounds) - 1
-
-    def _is_all_ended(self) -> bool:
-        return self._ended == len(self._bounds) - 1
-
-
-@dataclass(slots=True)
-class _Piece:
-    """A part of a slab that a worker is reading."""
-
-    ticket: Ticket
-    place: _Place
-    target: memoryview
-    offset_bytes: int
-    kind: str
-    begin: float
-    is_reported: bool = False
-
-
-class _Meter:
-    """Bytes, reads and busy time of one kind: time during which at least one of its reads was under way."""
-
-    def __init__(self) -> None:
-        self._under_way, self._busy_since = 0, 0.0
-        self._bytes = self._reads = self._slabs = self._stalls = 0
-        self._busy = self._read_time = self._slab_time = 0.0
-
-    def begin(self, now: float) -> None:
-        if not self._under_way:
-            self._busy_since = now
-        self._under_way += 1
-
-    def end(self, now: float, num_bytes: int, seconds: float) -> None:
-        self._under_way -= 1
-        if not self._under_way:
-            self._busy += now - self._busy_since
-        self._bytes += num_bytes
-        self._reads += 1
-        self._read_time += seconds
-
-    def count_slab(self, seconds: float) -> None:
-        self._slabs += 1
-        self._slab_time += seconds
-
-    def count_stall(self) -> None:
-        self._stalls += 1
-
-    def snapshot(self, now: float) -> dict[str, float]:
-        busy = self._busy + (now - self._busy_since if self._under_way else 0.0)
-        return {
-            "bytes": self._bytes,
-            "reads": self._reads,
-            "slabs": self._slabs,
-            "stalls": self._stalls,
-            "busy_seconds": busy,
-            "gb_per_second": self._bytes / busy / 1e9 if busy else 0.0,
-            "mean_read_ms": self._read_time / self._reads * 1e3 if self._reads else 0.0,
-            "mean_slab_ms": self._slab_time / self._slabs * 1e3 if self._slabs else 0.0,
-        }
 
 
 class _Descriptors:
@@ -218,9 +93,9 @@ class SlabReader:
         self._lock = threading.Lock()
         self._work = threading.Condition(self._lock)
         self._queues: dict[str, deque[Ticket]] = {kind: deque() for kind in KINDS}
-        self._reading: dict[int, _Piece] = {}  # by the worker's thread
-        self._meters = {kind: _Meter() for kind in (*KINDS, "all")}
-        self._found: dict[str, list[_Place]] = {}
+        self._reading: dict[int, Piece] = {}  # by the worker's thread
+        self._meters = {kind: Meter() for kind in (*KINDS, "all")}
+        self._found: dict[str, list[Place]] = {}
         self._buffered: set[Path] = set()  # directories that refused O_DIRECT
         self._counts = {"buffered_reads": 0, "failed": 0, "cancelled": 0}
         self._turn = 0
@@ -264,7 +139,7 @@ class SlabReader:
         """
         view = view_bytes(target)
         _check_alignment(view, offset_bytes)
-        slab = _Slab(relative_path, self._locate(relative_path), offset_bytes, view, label, verify)
+        slab = SlabRead(relative_path, self._locate(relative_path), offset_bytes, view, label, verify)
         ticket = Ticket(self, slab, _piece_bounds(len(view), self._pieces), KINDS[not demand])
         with self._lock:
             problem = self._why_never(ticket)
@@ -346,9 +221,9 @@ class SlabReader:
         for thread in self._threads:
             thread.join()
 
-    def _locate(self, path: str) -> list[_Place]:
+    def _locate(self, path: str) -> list[Place]:
         if path not in self._found:
-            places = [_Place(directory, directory / path) for directory in self._directories]
+            places = [Place(directory, directory / path) for directory in self._directories]
             found = [place for place in places if place.file.exists()]
             if not found:
                 return []  # not remembered: it may appear
@@ -382,7 +257,7 @@ class SlabReader:
         finally:
             descriptors.close()
 
-    def _next_piece(self) -> _Piece | None:
+    def _next_piece(self) -> Piece | None:
         """The first piece of the first ticket; sleeps while there is none; None when the workers are to end."""
         with self._lock:
             while not (queue := self._queues["demand"] or self._queues["prefetch"]):
@@ -397,7 +272,7 @@ class SlabReader:
                 self._meters[name].begin(now)
         return piece
 
-    def _end_piece(self, piece: _Piece, error: BaseException | None) -> None:
+    def _end_piece(self, piece: Piece, error: BaseException | None) -> None:
         ticket, now = piece.ticket, time.perf_counter()
         num_bytes = 0 if error else len(piece.target)
         with self._lock:
@@ -454,7 +329,7 @@ class SlabReader:
             queue.clear()
         return [ticket for ticket in dropped if ticket._is_all_ended()]
 
-    def _read(self, piece: _Piece, descriptors: _Descriptors) -> StoreError | None:
+    def _read(self, piece: Piece, descriptors: _Descriptors) -> StoreError | None:
         """Fills the piece's target; the error, if any, is for those who wait."""
         try:
             if not self._read_direct(piece, descriptors):
@@ -467,7 +342,7 @@ class SlabReader:
             return error
         return None
 
-    def _read_direct(self, piece: _Piece, descriptors: _Descriptors) -> bool:
+    def _read_direct(self, piece: Piece, descriptors: _Descriptors) -> bool:
         """False where the file system refuses O_DIRECT, which is said once for each directory."""
         directory, file = piece.place
         if directory in self._buffered:
@@ -481,7 +356,7 @@ class SlabReader:
             return False
         return True
 
-    def _read_buffered(self, piece: _Piece, descriptors: _Descriptors) -> None:
+    def _read_buffered(self, piece: Piece, descriptors: _Descriptors) -> None:
         descriptor = descriptors.get(piece.place.file, 0)
         self._fill(descriptor, piece)
         # The page cache must not eat the memory that the RAM tier was given.
@@ -489,7 +364,7 @@ class SlabReader:
         with self._lock:
             self._counts["buffered_reads"] += 1
 
-    def _fill(self, descriptor: int, piece: _Piece) -> None:
+    def _fill(self, descriptor: int, piece: Piece) -> None:
         done, length = 0, len(piece.target)
         while done < length:
             count = self._preadv(descriptor, [piece.target[done:]], piece.offset_bytes + done)
@@ -513,7 +388,7 @@ class SlabReader:
         for piece in stalled:
             self._warn(self._stall_message(piece, f"has taken {now - piece.begin:.2f} s so far"))
 
-    def _count_stall(self, piece: _Piece, now: float) -> bool:
+    def _count_stall(self, piece: Piece, now: float) -> bool:
         """True once for each read beyond the limit. With the lock held."""
         if piece.is_reported or now - piece.begin <= self._stall_seconds:
             return False
@@ -522,11 +397,11 @@ class SlabReader:
             self._meters[name].count_stall()
         return True
 
-    def _stall_message(self, piece: _Piece, duration: str) -> str:
+    def _stall_message(self, piece: Piece, duration: str) -> str:
         return f"{piece.place.file}: a read of {piece.ticket.label} {duration}, expected less than {self._stall_seconds:g} s; is the drive hot, full or in use by another program?"
 
 
-def _damage(piece: _Piece, found: str) -> StoreError:
+def _damage(piece: Piece, found: str) -> StoreError:
     slab = piece.ticket._slab
     end = slab.offset_bytes + len(slab.target)
     return StoreError(

@@ -35,7 +35,7 @@ class StoreStats:
     """Counters of one store."""
 
     def __init__(self) -> None:
-        self._total, self._num_tokens = TokenRecord(), 0
+        self._total, self.num_tokens = TokenRecord(), 0
         self._window: deque[tuple[int, TokenRecord]] = deque()  # (tokens of the call, its record)
         self._open = TokenRecord()
         self._by_layer: dict[int, Counter[str]] = {}
@@ -64,28 +64,22 @@ class StoreStats:
     def end_tokens(self, num_tokens: int) -> None:
         """All layers of so many tokens are done."""
         self._total.add(self._open)
-        self._num_tokens += num_tokens
+        self.num_tokens += num_tokens
         self._window.append((num_tokens, self._open))
         self._open = TokenRecord()
         while len(self._window) > 1 and sum(count for count, _ in self._window) - self._window[0][0] >= WINDOW_TOKENS:
             self._window.popleft()
 
-    def last_token(self) -> dict[str, Any]:
-        """The record of the last call, per token."""
-        if not self._window:
-            return {}
-        num_tokens, record = self._window[-1]
-        return _per_token(record, num_tokens)
-
     def as_dict(self) -> dict[str, Any]:
-        """Both windows per token, and the counts by layer, rank and plane since the start."""
+        """Both windows per token, each call of the recent one, and the counts by layer, rank and plane since the start."""
         recent = TokenRecord()
         for _, record in self._window:
             recent.add(record)
         return {
-            "tokens": self._num_tokens,
-            "per_token": _per_token(self._total, self._num_tokens),
+            "tokens": self.num_tokens,
+            "per_token": _per_token(self._total, self.num_tokens),
             "per_token_recent": _per_token(recent, sum(count for count, _ in self._window)),
+            "recent_calls": [_per_token(record, count) | {"tokens": count} for count, record in self._window],
             "hit_rate_vram": _share(self._total.uses, "VRAM"),
             "hit_rate_ram": _share(self._total.uses, "RAM"),
             "by_layer": {str(key): dict(value) for key, value in sorted(self._by_layer.items())},

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 
@@ -24,7 +24,7 @@ from runtime.store.policies import ExpertKey
 from runtime.store.residency import Demote, Move, Promote, Read, Residency, Slab, Tier
 from runtime.store.slab_files import SlabFiles
 from runtime.store.slots import SlotMemory
-from runtime.store.stats import StoreStats
+from runtime.store.stats import WINDOW_TOKENS, StoreStats
 
 
 @dataclass(slots=True)
@@ -49,12 +49,21 @@ class TieredStore:
     """An ExpertProvider (runtime.models.experts) that keeps what fits and streams the rest. One caller at a time."""
 
     def __init__(
-        self, weights: ExpertWeights, residency: Residency, memory: SlotMemory, files: SlabFiles, ladder: AnyLadder
+        self,
+        weights: ExpertWeights,
+        residency: Residency,
+        memory: SlotMemory,
+        files: SlabFiles,
+        ladder: AnyLadder,
+        watch: Callable[[], None],
     ) -> None:
-        """Joins the parts; `residency` is empty and has the pools that `memory` has the slots of."""
+        """Joins the parts; `residency` is empty and has the pools that `memory` has the slots of.
+
+        `watch` is called now and then between tokens, to look after what the program does not own.
+        """
         self.stats = StoreStats()
         self._weights, self._residency, self._memory, self._files = weights, residency, memory, files
-        self._ladder = ladder
+        self._ladder, self._watch = ladder, watch
         self._last_layer = weights.config.num_hidden_layers - 1
         self._was_cut_off = False
 
@@ -77,6 +86,8 @@ class TieredStore:
             for _ in range(len(x)):
                 self._residency.end_token()
             self.stats.end_tokens(len(x))
+            if self.stats.num_tokens % WINDOW_TOKENS < len(x):
+                self._watch()
         return output
 
     def check_balance(self) -> None:

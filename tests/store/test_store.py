@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from random_checkpoint import write_random_checkpoint
+from safetensors.torch import save_file
 from torch import Tensor
 
 from prep.layout import layout
@@ -316,6 +317,28 @@ def test_an_interrupt_inside_a_layer_ends_the_store(model: Path, monkeypatch: py
 def test_settings_that_cannot_be_met(model: Path, options: dict[str, object], message: str) -> None:
     with pytest.raises(StrawError, match=message):
         open_model(model, **{"code": "quad2", **options})  # type: ignore[arg-type]
+
+
+def test_auto_spends_precision_only_where_memory_is_short(model: Path) -> None:
+    assert "ladder 3,3" in open_model(model, ladder="auto").experts_line
+    assert "ladder 2,3" in open_model(model, ladder="auto", code="quad2", slots=(4, 0, 4, 0)).experts_line
+
+
+def test_heat_seeds_the_use_counts(model: Path) -> None:
+    """With heat the slabs that a trace used most survive the first evictions."""
+    uses = torch.zeros(5, NUM_EXPERTS, dtype=torch.int64)
+    uses[3] = 1000
+    save_file({"uses": uses, "tokens": torch.tensor([8])}, model / "heat.safetensors")
+    try:
+        session = open_model(model, code="int2", slots=(20, 0, 0, 0))
+        session.prefill(TOKENS[:40])
+        held = session._experts._residency._vram["fp4"].slot_of  # type: ignore[attr-defined]
+        assert sum(key.layer_idx == 3 for key in held) >= NUM_EXPERTS - 2
+        save_file({"uses": uses[:2].contiguous(), "tokens": torch.tensor([8])}, model / "heat.safetensors")
+        with pytest.raises(StrawError, match=r"heat\.safetensors: tensor uses"):
+            open_model(model)
+    finally:
+        (model / "heat.safetensors").unlink()
 
 
 def test_closing_ends_the_threads(model: Path) -> None:
