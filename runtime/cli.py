@@ -46,6 +46,9 @@ Temperature = Annotated[
 TopP = Annotated[float | None, typer.Option("--top-p", help="Default: the model's generation_config.json.")]
 Seed = Annotated[int, typer.Option("--seed", min=0, help="Of the sampler.")]
 Stats = Annotated[Path | None, typer.Option("--stats", help="Write the session's counters to this JSON file.")]
+Mirrors = Annotated[
+    list[Path], typer.Option("--mirror", help="Another directory with the same experts/ files, best on another drive.")
+]
 
 
 @app.callback()
@@ -70,6 +73,7 @@ def chat(
     vram: Vram = None,
     ram: Ram = None,
     verify_reads: VerifyReads = False,
+    mirror: Mirrors = [],  # noqa: B006 - typer copies it
     context: Context = None,
     max_new_tokens: MaxNewTokens = 1024,
     temperature: Temperature = None,
@@ -90,6 +94,7 @@ def chat(
         vram=vram,
         ram=ram,
         verify_reads=verify_reads,
+        mirrors=mirror,
         context=context,
     )
     sampling = _sampling(session, max_new_tokens, temperature, top_p, seed)
@@ -118,6 +123,7 @@ def generate(
     vram: Vram = None,
     ram: Ram = None,
     verify_reads: VerifyReads = False,
+    mirror: Mirrors = [],  # noqa: B006 - typer copies it
     context: Context = None,
     max_new_tokens: MaxNewTokens = 256,
     temperature: Temperature = None,
@@ -140,6 +146,7 @@ def generate(
         vram=vram,
         ram=ram,
         verify_reads=verify_reads,
+        mirrors=mirror,
         context=context,
     )
     sampling = _sampling(session, max_new_tokens, temperature, top_p, seed)

@@ -245,6 +245,7 @@ def open_model(  # noqa: PLR0913 - the public API: one keyword an option
     context: int | None = None,
     prefetch: str = "off",
     verify_reads: bool = False,
+    mirrors: Sequence[str | Path] = (),
     rounding: ActivationRounding | None = None,
     warn: Callable[[str], None] = warnings.warn,
 ) -> Session:
@@ -263,6 +264,7 @@ def open_model(  # noqa: PLR0913 - the public API: one keyword an option
         context: Tokens of the longest sequence; None is min(4096, max_position_embeddings).
         prefetch: "off".
         verify_reads: Check the CRC-32 of every slab that is read.
+        mirrors: More directories with the same expert files, best on other drives: a slab is read from all of them at once.
         rounding: Activation rounding of the official code; None is off.
         warn: Takes one line that the user should see.
 
@@ -281,7 +283,14 @@ def open_model(  # noqa: PLR0913 - the public API: one keyword an option
             experts = _resident(source, ladder, number, place, rounding)
             return Session(weights, experts, state, load_tokenizer(directory), directory)
         settings = StoreSettings(
-            ladder, renormalise, code, parse_slots(slots), parse_bytes(vram), parse_bytes(ram), verify_reads
+            ladder=ladder,
+            renormalise=renormalise,
+            code=code,
+            slots=parse_slots(slots),
+            vram_bytes=parse_bytes(vram),
+            ram_bytes=parse_bytes(ram),
+            verify_reads=verify_reads,
+            mirrors=[Path(mirror) for mirror in mirrors],
         )
         store = open_store(
             source,

@@ -87,7 +87,7 @@ def open_store(
     pools = pool_sizes(room.slots(layout), layout, staging=0)
     check_pools(pools, _demanded(ladder, layout, num_picks), num_picks)
     memory = _memory(pools, layout, num_picks, device)
-    files = SlabFiles(model, SlabReader([model.directory, *settings.mirrors], warn=warn), settings.verify_reads)
+    files = SlabFiles(model, SlabReader(_directories(model, settings.mirrors), warn=warn), settings.verify_reads)
     return TieredStore(weights, _residency(model, pools), memory, files, ladder, watch=_watch(device, warn))
 
 
@@ -124,6 +124,15 @@ def _watch(device: torch.device, warn: Callable[[str], None]) -> Callable[[], No
         scarce = free < SCARCE_BYTES
 
     return watch if device.type == "cuda" else lambda: None
+
+
+def _directories(model: ModelDirectory, mirrors: Sequence[Path]) -> list[Path]:
+    missing = [mirror for mirror in mirrors if not (mirror / "experts").is_dir()]
+    if missing:
+        raise StrawError(
+            f"{missing[0]}: no experts/ in it, expected a copy of {model.directory / 'experts'}; correct --mirror"
+        )
+    return [model.directory, *mirrors]
 
 
 def _code(model: ModelDirectory, code: str | None) -> str | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import random
+import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -137,6 +138,14 @@ def test_streaming_changes_nothing_on_cuda(
     for buffer in session._experts._memory._vram.values():  # type: ignore[attr-defined]
         buffer.fill_(255)
     assert torch.equal(run(session), expected_on_cuda[dtype])
+
+
+def test_a_mirror_is_read_too(model: Path, expected: Tensor, tmp_path: Path) -> None:
+    shutil.copytree(model / "experts", tmp_path / "experts")
+    session = open_model(model, code="quad2", slots=POOLS["evicting"], mirrors=[tmp_path])
+    assert torch.equal(run(session, TOKENS[:40]), expected[:21])
+    with pytest.raises(StrawError, match="no experts/ in it"):
+        open_model(model, mirrors=[tmp_path / "experts"])
 
 
 def test_without_settings_everything_is_held(model: Path, expected: Tensor) -> None:
