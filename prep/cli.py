@@ -32,6 +32,21 @@ class Code(StrEnum):
     SPLIT = "split"
 
 
+class SynthCodec(StrEnum):
+    """Ways to the 2-bit precision of a synthetic model; none leaves it at FP4."""
+
+    QUAD = "quad"
+    CLIP = "clip"
+    SPLIT = "split"
+    NONE = "none"
+
+
+class SynthConfig(StrEnum):
+    """Released models whose shape can be made."""
+
+    V4_FLASH = "v4-flash"
+
+
 Model = Annotated[Path, typer.Argument(help='A model directory, or "demo", the shipped model.')]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Print sizes, time and free disk, write nothing.")]
 Yes = Annotated[bool, typer.Option("--yes", help="Do not ask before something is removed.")]
@@ -116,6 +131,37 @@ def verify_command(
     if findings:
         raise StrawError(findings[-1])
     print(f"{directory}: whole")
+
+
+@app.command("synth")
+def synth_command(
+    model: Annotated[Path, typer.Argument(help="Model directory to make or complete.")],
+    config: Annotated[SynthConfig, typer.Option("--config", help="Whose shape.")] = SynthConfig.V4_FLASH,
+    unique_layers: Annotated[
+        int, typer.Option("--unique-layers", help="Layers whose experts exist; the others are hard links to them.")
+    ] = 1,
+    layers: Annotated[int | None, typer.Option("--layers", help="Only the first so many.")] = None,
+    experts: Annotated[
+        int | None, typer.Option("--experts", help="Of a layer, at least 6; default: as released.")
+    ] = None,
+    vocab: Annotated[int | None, typer.Option("--vocab", help="Tokens; default: as released.")] = None,
+    codec: Annotated[SynthCodec, typer.Option("--codec", help="Way to the 2-bit precision.")] = SynthCodec.QUAD,
+    seed: Annotated[int, typer.Option("--seed", min=0)] = 0,
+    device: Annotated[str | None, typer.Option("--device", help="cpu, cuda or cuda:i; default: cuda if any.")] = None,
+    dry_run: DryRun = False,
+) -> None:
+    """Make a model of real geometry from random weights, without a download. A run that was cut off goes on."""
+    from prep.jobs import compute_device
+    from prep.synth import synth
+    from prep.synth_plan import SynthSettings, describe_synth
+
+    name = None if codec is SynthCodec.NONE else codec.value
+    settings = SynthSettings(config.value, unique_layers, layers, experts, vocab, name, seed)
+    if dry_run:
+        print(describe_synth(model, settings))
+        return
+    plan = synth(model, settings, compute_device(device))
+    print(f"{model}: complete, {plan.config.num_hidden_layers} layers in {plan.disk_bytes:,} bytes")
 
 
 def _directory(model: Path) -> Path:

@@ -144,9 +144,10 @@ def stage_command(stage: str, directory: Path) -> str:
     return f"prep {stage} CHECKPOINT {directory}" if stage == "layout" else f"prep {stage} {directory}"
 
 
-def start_over(directory: Path) -> str:
-    """What to do when no command mends the directory."""
-    return f"remove {directory} and run: {stage_command('layout', directory)}"
+def start_over(directory: Path, manifest: Manifest | None = None) -> str:
+    """What to do when no command mends the directory; `manifest` tells who made it."""
+    origin = "synth" if manifest is not None and "synth" in manifest.stages else "layout"
+    return f"remove {directory} and run: {stage_command(origin, directory)}"
 
 
 def requant_stage(code: str) -> str:
@@ -166,10 +167,12 @@ def stage_of(name: str, code: str | None) -> str:
 def remedy(directory: Path, manifest: Manifest, name: str) -> str:
     """What to do when the file `name` is missing or of another size: the end of a message."""
     if name == MANIFEST:  # no command mends what it says of the others
-        return start_over(directory)
+        return start_over(directory, manifest)
     stage = stage_of(name, manifest.code or next(iter(manifest.complete_codes()), None))
     if stage == requant_stage("split") and "fp4" not in manifest.complete_planes():
-        return start_over(directory)  # its FP4 lies in nothing else
+        return start_over(directory, manifest)  # its FP4 lies in nothing else
+    if stage == "layout" and "synth" in manifest.stages:
+        return start_over(directory, manifest)  # it has no source
     return f"run: {stage_command(stage, directory)}"
 
 

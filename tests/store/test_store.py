@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 import random
 import shutil
@@ -11,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -98,11 +100,19 @@ def delayed(seed: int) -> Callable[[int, list[memoryview], int], int]:
     return preadv
 
 
-@pytest.mark.parametrize("pools", POOLS.values(), ids=POOLS)
-@pytest.mark.parametrize("code", CODES)
-def test_streaming_changes_nothing(model: Path, expected: Tensor, code: str, pools: tuple[int, ...]) -> None:
+def cases(first: list[str], second: list[str], fast: set[tuple[str, str]]) -> list[Any]:
+    """All pairs; those not in `fast` are marked slow."""
+    pairs = itertools.product(first, second)
+    return [pytest.param(*pair, marks=[] if pair in fast else [pytest.mark.slow]) for pair in pairs]
+
+
+@pytest.mark.parametrize(
+    ("code", "pools"),
+    cases(list(CODES), list(POOLS), {("int2", "ram"), ("quad2", "smallest"), ("split", "evicting")}),
+)
+def test_streaming_changes_nothing(model: Path, expected: Tensor, code: str, pools: str) -> None:
     """Bit-equal logits over 200 tokens, in both layouts, with every pool, against all experts of the released checkpoint."""
-    session = open_model(model, code=code, slots=pools)
+    session = open_model(model, code=code, slots=POOLS[pools])
     assert torch.equal(run(session), expected)
 
 
@@ -121,20 +131,25 @@ def expected_on_cuda(checkpoint: Path) -> dict[str, Tensor]:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("pools", POOLS.values(), ids=POOLS)
-@pytest.mark.parametrize("code", CODES)
+@pytest.mark.parametrize(
+    ("code", "pools", "dtype"),
+    [
+        *itertools.product(CODES, POOLS, ["float32"]),
+        ("quad2", "evicting", "bfloat16"),
+        ("split", "ram", "bfloat16"),
+    ],
+)
 def test_streaming_changes_nothing_on_cuda(
     model: Path,
     expected_on_cuda: dict[str, Tensor],
     code: str,
-    pools: tuple[int, ...],
+    pools: str,
     dtype: str,
     reads_by: Callable[..., None],
 ) -> None:
     """As above with real copies and events, reads at random times, and slots of NaN until a copy fills them."""
     reads_by(delayed(seed=3))
-    session = open_model(model, device="cuda", dtype=dtype, code=code, slots=pools)
+    session = open_model(model, device="cuda", dtype=dtype, code=code, slots=POOLS[pools])
     for buffer in session._experts._memory._vram.values():  # type: ignore[attr-defined]
         buffer.fill_(255)
     assert torch.equal(run(session), expected_on_cuda[dtype])
@@ -154,8 +169,10 @@ def test_without_settings_everything_is_held(model: Path, expected: Tensor) -> N
     assert f"fp4 {5 * NUM_EXPERTS} VRAM" in session.experts_line or "base 60 VRAM" in session.experts_line
 
 
-@pytest.mark.parametrize("code", CODES)
-@pytest.mark.parametrize("ladder", ["1,2", "0,3", "0,0", "mass:0.4,0.8"])
+@pytest.mark.parametrize(
+    ("code", "ladder"),
+    cases(list(CODES), ["1,2", "0,3", "0,0", "mass:0.4,0.8"], {("quad2", "1,2"), ("split", "mass:0.4,0.8")}),
+)
 def test_decisions_follow_from_the_tokens_alone(
     model: Path, code: str, ladder: str, reads_by: Callable[..., None]
 ) -> None:
