@@ -19,6 +19,7 @@ from tokenizers import Tokenizer
 from runtime.chat_template import ChatOptions, Message, render_prompt, render_transcript, split_answer
 from runtime.engine import Session
 from runtime.errors import ArtifactError, ContextFullError, StrawError
+from runtime.prompt_file import checked_prompt
 from runtime.tokenizer import Detokenizer, encode
 
 HELP = "/reset forgets the conversation, /stats prints counters, Ctrl-C stops an answer, Ctrl-D or /exit ends"
@@ -84,6 +85,10 @@ class Conversation:
         if self._ids and prompt.startswith(self._transcript):
             return self._ids + encode(self._tokenizer, prompt[len(self._transcript) :])
         return encode(self._tokenizer, prompt)
+
+    def withdraw(self) -> None:
+        """Takes the last `ask` back: it got no answer, and would weigh on every later turn."""
+        self.messages.pop()
 
     def answered(self, prompt_ids: list[int], answer_ids: list[int], eos_token_id: int) -> None:
         """Records the answer to the last `ask`, complete or stopped."""
@@ -155,7 +160,10 @@ def answer(session: Session, conversation: Conversation, text: str, sampling: Sa
     except ContextFullError as full:
         note = f"{full}\n"
         sys.stdout.write("\n")
-    conversation.answered(prompt_ids, answer_ids, session.config.eos_token_id)
+    if answer_ids:
+        conversation.answered(prompt_ids, answer_ids, session.config.eos_token_id)
+    else:
+        conversation.withdraw()
     sys.stderr.write(f"{note}{timing.line(len(prompt_ids))}\n")
 
 
@@ -165,6 +173,7 @@ def converse(session: Session, conversation: Conversation, sampling: Sampling) -
     while True:
         try:
             text = input("> " if sys.stdin.isatty() else "").strip()
+            text = checked_prompt(text, "stdin") if text else text
         except (EOFError, KeyboardInterrupt):
             sys.stderr.write("\n")
             return

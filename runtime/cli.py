@@ -83,6 +83,7 @@ def chat(
 ) -> None:
     """Talk with the model: streaming answers, several turns. With --prompt, one answer."""
     text = _prompt_text(prompt, prompt_file)
+    system = _system_text(system)
     session = _open(
         model,
         device=device,
@@ -174,6 +175,12 @@ def _prompt_text(prompt: str | None, prompt_file: Path | None) -> str | None:
     return None if prompt is None else checked_prompt(prompt)
 
 
+def _system_text(text: str) -> str:
+    from runtime.prompt_file import checked_prompt
+
+    return checked_prompt(text, "--system") if text else ""
+
+
 def _open(model: str, *, device: str | None, **options: Any) -> Session:
     from runtime.engine import best_device, open_model
 
@@ -207,6 +214,8 @@ def _sampling(
 def _chat_options(session: Session, think: bool, effort: str | None) -> ChatOptions:
     from runtime.chat_template import ChatOptions, release_of
 
+    if effort is not None and not think:
+        raise typer.BadParameter("--effort needs --think")
     drafts = len(session.config.compress_ratios) - session.config.num_hidden_layers
     try:
         return ChatOptions(thinking=think, effort=effort, release=release_of(drafts))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib.util
 import os
 import sys
@@ -19,18 +20,30 @@ def run_cli(app: typer.Typer, arguments: list[str] | None = None) -> None:
     error. Any other exception is a fault of the program and keeps its traceback.
     """
     try:
+        if sys.stdout is None:
+            raise StrawError("stdout: it is closed, expected a place to print to; redirect it to a file or /dev/null")
         try:
             require_own_kernels()
             app(arguments)
-        except StrawError as error:
-            print("error:", " ".join(str(error).splitlines()), file=sys.stderr)
-            raise SystemExit(1) from None
         finally:
             sys.stdout.flush()  # here, where a pipe that has closed is still ours to handle
-    except BrokenPipeError:
-        # Python flushes stdout once more at exit; with nowhere to write that would print a complaint.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except StrawError as error:
+        print("error:", " ".join(str(error).splitlines()), file=sys.stderr)
         raise SystemExit(1) from None
+    except BrokenPipeError:
+        _forget_stdout()
+        raise SystemExit(1) from None
+    except OSError as error:
+        if error.errno != errno.ENOSPC or error.filename is not None:
+            raise
+        _forget_stdout()
+        print(f"error: stdout: {error.strerror}, expected room for the output; redirect it elsewhere", file=sys.stderr)
+        raise SystemExit(1) from None
+
+
+def _forget_stdout() -> None:
+    """Python flushes stdout once more at exit; with nowhere to write that would print a complaint."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def require_own_kernels() -> None:

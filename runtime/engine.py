@@ -11,6 +11,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields, is_dataclass
+from operator import index
 from pathlib import Path
 from typing import Any
 
@@ -177,6 +178,7 @@ class Session:
         self._end()
 
     def _generate(self, prompt_ids: list[int], max_new_tokens: int, sampler: Sampler) -> Iterator[int]:
+        self._is_interrupted = False  # one that came when the last answer was over is not meant for this one
         held = len(self._token_ids)
         if held >= len(prompt_ids) or prompt_ids[:held] != self._token_ids:
             self.reset()
@@ -191,6 +193,8 @@ class Session:
 
     def _forward(self, token_ids: Sequence[int]) -> Iterator[Tensor]:
         """Final hidden states [T, D] of each chunk of the tokens, which join the sequence."""
+        if not self._end.alive:
+            raise StrawError(f"session on {self.directory}: it was closed, expected an open one; open the model again")
         ids = self._checked(token_ids)
         if len(self._token_ids) + len(ids) > self.context:
             raise ContextFullError(
@@ -219,7 +223,7 @@ class Session:
             return self._model.logits(hidden)
 
     def _checked(self, token_ids: Sequence[int]) -> list[int]:
-        ids = [int(token_id) for token_id in token_ids]
+        ids = [index(token_id) for token_id in token_ids]
         wrong = [token_id for token_id in ids if not 0 <= token_id < self.config.vocab_size]
         if not ids or wrong:
             found = f"id {wrong[0]}" if wrong else "no token"
@@ -271,7 +275,8 @@ def open_model(  # noqa: PLR0913 - the public API: one keyword an option
     Raises:
         StrawError: The directory, the device or an option is not usable; one line that says why.
     """
-    place, number, rounding = _device(device), _dtype(dtype, device), rounding or ActivationRounding()
+    place, rounding = _device(device), rounding or ActivationRounding()
+    number = _dtype(dtype, place)
     if prefetch != "off":
         raise StrawError(f"prefetch is {prefetch!r}, expected 'off'; correct --prefetch")
     directory = prepared_demo() if model == DEMO_NAME else Path(model)
@@ -350,19 +355,21 @@ def best_device() -> str:
 
 
 def _device(name: str) -> torch.device:
-    kind, _, index = name.partition(":")
-    if kind not in ("cpu", "cuda") or (index and not index.isdigit()):
+    kind, _, number = name.partition(":")
+    if kind not in ("cpu", "cuda") or (number and not (number.isascii() and number.isdecimal())):
         raise StrawError(f"device is {name!r}, expected cpu, cuda or cuda:i; correct --device")
-    if kind == "cuda" and int(index or 0) >= torch.cuda.device_count():
+    if kind == "cpu":
+        return torch.device("cpu")
+    if int(number or 0) >= torch.cuda.device_count():
         raise StrawError(
             f"device is {name!r}, found {torch.cuda.device_count()} CUDA devices; use --device cpu, or check the driver"
         )
     return torch.device(name)
 
 
-def _dtype(name: str | None, device: str) -> torch.dtype:
+def _dtype(name: str | None, device: torch.device) -> torch.dtype:
     if name is None:
-        return torch.float32 if device == "cpu" else torch.bfloat16
+        return torch.float32 if device.type == "cpu" else torch.bfloat16
     if name not in DTYPES:
         raise StrawError(f"dtype is {name!r}, expected {' or '.join(DTYPES)}; correct --dtype")
     return DTYPES[name]

@@ -94,6 +94,20 @@ def test_a_prompt_file_that_is_no_text(model: Path, tmp_path: Path, content: byt
     assert found in line
 
 
+def test_bytes_that_are_no_text_and_no_place_to_print_to(model: Path) -> None:
+    shell = f"{BIN / 'runtime'} chat {model} --max-new-tokens 2"
+    for command, found in (
+        (f"printf '\\xff\\n' | LC_ALL=C {shell}", "stdin: bytes that are not text"),
+        (f"{shell} --prompt hello --system $'\\xff'", "--system: bytes that are not text"),
+        (f"{shell} --prompt hello > /dev/full", "stdout: No space left on device"),
+        (f"{shell} --prompt hello >&-", "stdout: it is closed"),
+    ):
+        done = subprocess.run(
+            ["bash", "-c", command], capture_output=True, text=True, check=False, timeout=LIMIT_SECONDS
+        )
+        assert found in error_line(done), command
+
+
 def test_usage_errors_exit_with_2(model: Path) -> None:
     for options in (
         ["generate", model],

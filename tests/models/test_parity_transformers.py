@@ -29,6 +29,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "compress_ratios": [4, 128, 0, 4, 0],
         "num_hash_layers": 1,
         "index_topk": 24,
+        "swiglu_limit": 0.5,  # binds often: at the released 10 nothing here would notice a clamp that is missing
+        "hc_eps": 1e-2,  # likewise
     },
     "hash-3": {
         "sliding_window": 128,

@@ -107,6 +107,15 @@ def test_an_interrupted_answer_keeps_the_conversation(
     assert f"{THINK_END}hel{EOS}{USER}and?" in _text(tokenizer, session.prompts[1])
 
 
+def test_a_question_that_does_not_fit_is_taken_back(tokenizer: Tokenizer, capsys: pytest.CaptureFixture[str]) -> None:
+    session = ScriptedSession(tokenizer, [f"a{EOS}", [ContextFullError("full")], f"b{EOS}"])  # type: ignore[list-item]
+    talk = Conversation(tokenizer, ChatOptions())
+    for text in ("hello", "far too long", "hi"):
+        answer(session, talk, text, SAMPLING)  # type: ignore[arg-type]
+    assert "far too long" not in _text(tokenizer, session.prompts[2])
+    assert f"a{EOS}{USER}hi" in _text(tokenizer, session.prompts[2])
+
+
 def test_the_loop_answers_and_obeys_commands(
     tokenizer: Tokenizer, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

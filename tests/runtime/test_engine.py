@@ -137,6 +137,27 @@ def test_an_interrupt_waits_for_the_chunk_to_end(session: Session) -> None:
     session.step(3)
 
 
+def test_a_late_interrupt_is_not_meant_for_the_next_answer(session: Session) -> None:
+    expected = list(session.generate(TOKENS[:10], 3))
+    session.interrupt()
+    assert list(session.generate(TOKENS[:10], 3)) == expected
+
+
+def test_another_prompt_of_greater_length_is_computed_anew(session: Session) -> None:
+    expected = list(session.generate(TOKENS[100:140], 4))
+    session.reset()
+    list(session.generate(TOKENS[:10], 4))
+    assert list(session.generate(TOKENS[100:140], 4)) == expected
+
+
+def test_a_closed_session_says_so(checkpoint: Path) -> None:
+    closed = open_model(checkpoint, device="cpu:0")
+    assert closed.logits(TOKENS[:3]).dtype == torch.float32
+    closed.close()
+    with pytest.raises(StrawError, match="it was closed"):
+        closed.step(1)
+
+
 def test_the_observer_sees_every_router(session: Session) -> None:
     seen = []
     session.observer = lambda layer_idx, x, ids, weights: seen.append((layer_idx, x.shape, ids.shape, weights.clone()))
@@ -159,6 +180,7 @@ def test_token_ids_outside_the_vocabulary(session: Session, ids: list[int]) -> N
     ("options", "message"),
     [
         ({"device": "tpu"}, "device is 'tpu', expected cpu, cuda or cuda:i"),
+        ({"device": "cuda:²"}, "device is 'cuda:²', expected"),
         ({"device": "cuda:99"}, "device is 'cuda:99', found"),
         ({"dtype": "int8"}, "dtype is 'int8', expected float32 or bfloat16"),
         ({"context": 601}, "context is 601 tokens, expected 1 to 600"),
