@@ -93,11 +93,17 @@ def read_tables(directory: Path, code: str | None) -> Tables:
 
 
 def _read_tensors(path: Path, remedy: str) -> dict[str, Tensor]:
-    file = SafetensorsFile(path, ArtifactError, remedy)
+    file = _open(path, remedy)
     try:
         return {name: file.read(name) for name in file.entries}
     finally:
         file.close()
+
+
+def _open(path: Path, remedy: str) -> SafetensorsFile:
+    if path.is_dir():
+        raise ArtifactError(f"{path}: a directory, expected a file of prep; remove it, then {remedy}")
+    return SafetensorsFile(path, ArtifactError, remedy)
 
 
 def safetensors_header(specs: dict[str, TensorSpec]) -> bytes:
@@ -202,7 +208,7 @@ class ModelDirectory:
         """The tables and normalisers of every code in `codes`, by the names of `kernels.formats.CODES`, on the CPU."""
         if not self.codes:
             return {}
-        found = read_tables(self.directory, self.code or self.codes[0])
+        found = _read_tensors(self.directory / TABLES, self._remedy(TABLES))
         return {name: found[name] for name in table_specs(self.config, self.codes)}
 
     def read_heat(self) -> tuple[Tensor, int] | None:
@@ -214,7 +220,7 @@ class ModelDirectory:
         path = self.directory / HEAT
         if not path.exists():
             return None
-        file = SafetensorsFile(path, ArtifactError, f"remove it, or run: {stage_command('trace', self.directory)}")
+        file = _open(path, f"remove it, or run: {stage_command('trace', self.directory)}")
         try:
             uses = TensorSpec("I64", (self.config.num_hidden_layers, self.config.n_routed_experts))
             self._check_specs(file, {"uses": uses, "tokens": TensorSpec("I64", (1,))})
@@ -226,11 +232,11 @@ class ModelDirectory:
         """Releases the descriptor; a second call does nothing."""
         self._dense.close()
 
-    def _remedy(self, name: str) -> str:
-        return remedy(self.directory, self.manifest, name)
+    def _remedy(self, name: str, entry: str | None = None) -> str:
+        return remedy(self.directory, self.manifest, name, entry)
 
-    def _error(self, path: Path, problem: str) -> ArtifactError:
-        return ArtifactError(f"{path}: {problem}; {self._remedy(path.relative_to(self.directory).as_posix())}")
+    def _error(self, path: Path, problem: str, entry: str | None = None) -> ArtifactError:
+        return ArtifactError(f"{path}: {problem}; {self._remedy(path.relative_to(self.directory).as_posix(), entry)}")
 
     def _check_finished(self) -> None:
         stages, present = self.manifest.stages, self.manifest.complete_planes()
@@ -249,6 +255,8 @@ class ModelDirectory:
         for name, expected in (needed | self.manifest.files).items():
             path = self.directory / name
             wanted = "a file of prep" if expected is None else f"{expected:,} bytes"
+            if path.is_dir():
+                raise ArtifactError(f"{path}: a directory, expected {wanted}; remove it, then {self._remedy(name)}")
             if not path.is_file():
                 raise self._error(path, f"file is missing, expected {wanted}")
             if expected is not None and path.stat().st_size != expected:
@@ -279,7 +287,7 @@ class ModelDirectory:
 
     def _check_header(self, name: str, expected: dict[str, TensorSpec]) -> None:
         """Entries of a plane that is being written are not looked at."""
-        file = SafetensorsFile(self.directory / name, ArtifactError, self._remedy(name))
+        file = _open(self.directory / name, self._remedy(name))
         try:
             self._check_specs(file, expected, known=set(expected) | set(file.entries))
         finally:
@@ -291,9 +299,9 @@ class ModelDirectory:
         for name, spec in expected.items():
             entry = file.entries.get(name)
             if entry is None:
-                raise self._error(file.path, f"tensor {name} is missing, expected {spec}")
+                raise self._error(file.path, f"tensor {name} is missing, expected {spec}", name)
             if entry.spec != spec:
-                raise self._error(file.path, f"tensor {name} is {entry.spec}, expected {spec}")
+                raise self._error(file.path, f"tensor {name} is {entry.spec}, expected {spec}", name)
         unknown = sorted(set(file.entries) - (known or set(expected)))
         if unknown:
             raise self._error(file.path, f"tensor {unknown[0]} is not one of the model's, expected none besides them")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
+from reprlib import repr as brief
 from typing import Any
 
 import torch
@@ -208,14 +209,23 @@ class Checkpoint:
         weight_map = index.get("weight_map") if isinstance(index, dict) else None
         if not isinstance(weight_map, dict) or not all(isinstance(shard, str) for shard in weight_map.values()):
             raise CheckpointError(f"{path}: no weight_map from names to shards, expected one; {REMEDY}")
+        for shard in sorted(set(weight_map.values())):
+            if shard in ("", ".", "..") or "/" in shard or not shard.isprintable():
+                raise CheckpointError(f"{path}: shard {brief(shard)}, expected the name of a file here; {REMEDY}")
         return weight_map
 
     def _check_tensors(self) -> None:
+        experts = self.config.num_hidden_layers * self.config.n_routed_experts
+        least = experts * len(expert_tensors(self.config, 0, 0))
+        if least > len(self.shard_of):  # before a table of that size is built
+            raise CheckpointError(
+                f"{self.directory / INDEX}: {len(self.shard_of):,} tensors, expected more than the {least:,} of the {experts:,} experts in config.json; {REMEDY}"
+            )
         expected = model_tensors(self.config)
         unknown = [name for name in self.shard_of if name not in expected and not name.startswith(DRAFT_PREFIX)]
         if unknown:
             raise CheckpointError(
-                f"{self.directory / INDEX}: {len(unknown)} tensors that config.json does not imply, first {unknown[0]}, expected none; the config belongs to another checkpoint"
+                f"{self.directory / INDEX}: {len(unknown)} tensors that config.json does not imply, first {unknown[0]!r}, expected none; the config belongs to another checkpoint"
             )
         for name, spec in expected.items():
             self._check_tensor(name, spec)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from reprlib import repr as brief
 from typing import Any
 
 from runtime.errors import CheckpointError
@@ -12,6 +14,21 @@ from runtime.errors import CheckpointError
 MODEL_TYPE = "deepseek_v4"
 FP8_BLOCK = 128  # rows and columns of one FP8 scale block
 FP4_GROUP = 32  # weights along K of one FP4 scale
+LONGEST_WINDOW = 1_000_000
+POSITIVE = (
+    "vocab_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_experts_per_tok",
+    "hc_mult",
+    "index_n_heads",
+    "index_topk",
+    "max_position_embeddings",
+    "routed_scaling_factor",
+    "swiglu_limit",
+    "rms_norm_eps",
+)
+ALIGNED = ("hidden_size", "head_dim", "q_lora_rank", "o_lora_rank", "moe_intermediate_size")
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,28 +81,32 @@ class ModelConfig:
         for name, ok, rule in self._rules():
             if not ok:
                 raise CheckpointError(
-                    f"config.json: {name} is {getattr(self, name)}, expected {rule}; use the config.json released with the weights"
+                    f"config.json: {name} is {brief(getattr(self, name))}, expected {rule}; use the config.json released with the weights"
                 )
 
     def _rules(self) -> list[tuple[str, bool, str]]:
-        counts = (
-            "vocab_size",
-            "num_hidden_layers",
-            "num_attention_heads",
-            "sliding_window",
-            "num_experts_per_tok",
-            "hc_mult",
-        )
-        positive = [(name, getattr(self, name) > 0, "a positive number") for name in counts]
-        blocks = ("hidden_size", "head_dim", "q_lora_rank", "o_lora_rank", "moe_intermediate_size")
+        positive = [(name, getattr(self, name) > 0, "a positive number") for name in POSITIVE]
         aligned = [
             (n, getattr(self, n) > 0 and getattr(self, n) % FP8_BLOCK == 0, f"a positive multiple of {FP8_BLOCK}")
-            for n in blocks
+            for n in ALIGNED
         ]
+        return [*positive, *aligned, *self._shape_rules(), *self._value_rules()]
+
+    def _value_rules(self) -> list[tuple[str, bool, str]]:
+        longest = min(self.max_position_embeddings, LONGEST_WINDOW)
+        token_ids = ("bos_token_id", "eos_token_id")
+        return [
+            ("sliding_window", 0 < self.sliding_window <= longest, f"between 1 and {longest}, at most the context"),
+            ("index_head_dim", self.index_head_dim >= self.qk_rope_head_dim, "at least qk_rope_head_dim"),
+            *((name, getattr(self, name) > 1, "more than 1") for name in ("rope_theta", "compress_rope_theta")),
+            ("hc_sinkhorn_iters", 1 <= self.hc_sinkhorn_iters <= 1000, "between 1 and 1000"),
+            ("hc_eps", self.hc_eps >= 0, "0 or more"),
+            *((name, 0 <= getattr(self, name) < self.vocab_size, "a token below vocab_size") for name in token_ids),
+        ]
+
+    def _shape_rules(self) -> list[tuple[str, bool, str]]:
         layers = len(self.compress_ratios)
         return [
-            *positive,
-            *aligned,
             (
                 "compress_ratios",
                 layers >= self.num_hidden_layers,
@@ -118,15 +139,17 @@ class ModelConfig:
         return {"model_type": MODEL_TYPE, **asdict(self), "rope_scaling": scaling}
 
     @classmethod
-    def from_json(cls, raw: dict[str, Any], source: Path) -> ModelConfig:
+    def from_json(cls, raw: Any, source: Path) -> ModelConfig:
         """The checked shape of the model that `raw`, the content of the config.json at `source`, describes.
 
         Raises:
-            CheckpointError: Another model type, a missing key, or a value the model cannot have.
+            CheckpointError: No JSON object, another model type, a missing key, or a value the model cannot have.
         """
+        if not isinstance(raw, dict):
+            raise CheckpointError(f"{source}: holds {brief(raw)}, expected a JSON object; fetch config.json again")
         if raw.get("model_type") != MODEL_TYPE:
             raise CheckpointError(
-                f"{source}: model_type is {raw.get('model_type')!r}, expected {MODEL_TYPE!r}; this program runs DeepSeek-V4 checkpoints only"
+                f"{source}: model_type is {brief(raw.get('model_type'))}, expected {MODEL_TYPE!r}; this program runs DeepSeek-V4 checkpoints only"
             )
         required = [f.name for f in fields(cls) if f.name != "rope_scaling"]
         missing = [key for key in required if key not in raw]
@@ -135,20 +158,26 @@ class ModelConfig:
                 f"{source}: key {', '.join(missing)} is missing, expected every key of the released config.json; fetch that file again"
             )
         _require_variant(raw, source)
-        try:
-            values = {f.name: _convert(str(f.type), raw[f.name]) for f in fields(cls) if f.name in required}
-        except (TypeError, ValueError) as error:
-            raise CheckpointError(f"{source}: a value has the wrong type ({error}); fetch config.json again") from error
+        values = {f.name: _convert(f.name, str(f.type), raw[f.name], source) for f in fields(cls) if f.name in required}
         return cls(**values, rope_scaling=_rope_scaling(raw.get("rope_scaling"), source))
 
 
-def _convert(annotation: str, value: Any) -> Any:
-    """`value` as the annotated type; a float where an integer is due, or a text, is an error and not a rounding."""
-    if annotation.startswith("tuple"):
-        return tuple(_convert("int", v) for v in value)
-    if isinstance(value, bool) or not isinstance(value, int if annotation == "int" else (int, float)):
-        raise TypeError(f"expected {annotation}, got {value!r}")
-    return float(value) if annotation == "float" else value
+def _convert(name: str, annotation: str, value: Any, source: Path) -> Any:
+    """`value` as the annotated type; a float where an integer is due, a text, or no finite number, is an error."""
+    if annotation.startswith("tuple") and isinstance(value, list | tuple):
+        return tuple(_convert(name, "int", v, source) for v in value)
+    allowed = {"int": (int,), "float": (int, float)}.get(annotation, ())
+    if isinstance(value, allowed) and not isinstance(value, bool) and _is_finite(value):
+        return float(value) if annotation == "float" else value
+    kind = {"int": "an integer", "float": "a finite number"}.get(annotation, "a list of integers")
+    raise CheckpointError(f"{source}: {name} is {brief(value)}, expected {kind}; fetch config.json again")
+
+
+def _is_finite(value: float) -> bool:
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # an integer beyond every float
+        return False
 
 
 def _require_variant(raw: dict[str, Any], source: Path) -> None:
@@ -158,27 +187,33 @@ def _require_variant(raw: dict[str, Any], source: Path) -> None:
     for key, value in expected.items():
         if raw.get(key, value) != value:
             raise CheckpointError(
-                f"{source}: {key} is {raw[key]!r}, expected {value!r}; this variant of the architecture is not supported"
+                f"{source}: {key} is {brief(raw[key])}, expected {value!r}; this variant of the architecture is not supported"
             )
 
 
-def _rope_scaling(raw: dict[str, Any] | None, source: Path) -> RopeScaling | None:
+def _rope_scaling(raw: Any, source: Path) -> RopeScaling | None:
     if raw is None:
         return None
-    kind = raw.get("type", raw.get("rope_type"))
-    names = [f.name for f in fields(RopeScaling)]
-    if kind != "yarn" or any(name not in raw for name in names):
+    types = {f.name: str(f.type) for f in fields(RopeScaling)}
+    kind = raw.get("type", raw.get("rope_type")) if isinstance(raw, dict) else None
+    if kind != "yarn" or any(name not in raw for name in types):
         raise CheckpointError(
-            f"{source}: rope_scaling is {raw}, expected type yarn with {', '.join(names)}; use the released config.json"
+            f"{source}: rope_scaling is {brief(raw)}, expected type yarn with {', '.join(types)}; use the released config.json"
         )
-    return RopeScaling(**{name: raw[name] for name in names})
+    values = {n: _convert(f"rope_scaling.{n}", annotation, raw[n], source) for n, annotation in types.items()}
+    for name, value in values.items():
+        if not 1e-9 <= value <= 1e9:  # what keeps the logarithms of its angles finite
+            raise CheckpointError(
+                f"{source}: rope_scaling.{name} is {brief(value)}, expected between 1e-9 and 1e9; use the released config.json"
+            )
+    return RopeScaling(**values)
 
 
 def read_json(path: Path) -> Any:
     """The content of a JSON file of a checkpoint.
 
     Raises:
-        CheckpointError: The file is missing or is not JSON.
+        CheckpointError: The file is missing, is not JSON, is is nested too deeply or has a number of thousands of digits.
     """
     try:
         return json.loads(path.read_text(encoding="utf-8"))
@@ -186,5 +221,5 @@ def read_json(path: Path) -> Any:
         raise CheckpointError(
             f"{path}: cannot be read ({error.strerror}), expected it in every released checkpoint; fetch it again or name another directory"
         ) from None
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, thousands of digits; nested too deeply
         raise CheckpointError(f"{path}: not JSON ({error}), expected a JSON file; fetch it again") from error

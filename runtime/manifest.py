@@ -111,7 +111,7 @@ def read_manifest(directory: Path) -> Manifest:
         raise ArtifactError(
             f"{path}: cannot be read ({cause.strerror}), expected in every model directory; run: {stage_command('layout', directory)}"
         ) from None
-    except (ValueError, KeyError, TypeError, AttributeError) as cause:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as cause:
         raise ArtifactError(
             f"{path}: not a manifest ({cause!r}), expected JSON of schema version {SCHEMA_VERSION}; {again}"
         ) from cause
@@ -119,19 +119,42 @@ def read_manifest(directory: Path) -> Manifest:
 
 
 def _manifest_from_json(raw: dict[str, Any]) -> Manifest:
-    config = {
-        **raw["config"],
-        "num_hidden_layers": int(raw["config"]["num_hidden_layers"]),
-    }  # complete_planes counts on it
-    return Manifest(
-        config=config,
-        fingerprint=raw["fingerprint"],
-        shards=dict(raw["shards"]),
+    manifest = Manifest(
+        config=dict(raw["config"]),
+        fingerprint=_typed("fingerprint", raw["fingerprint"], str),
+        shards={name: _typed(name, digest, str) for name, digest in raw["shards"].items()},
         planes={name: PlaneRecord(**record) for name, record in raw["planes"].items()},
-        code=raw["code"],
-        files={name: int(size_bytes) for name, size_bytes in raw["files"].items()},
+        code=_typed("code", raw["code"], str, type(None)),
+        files={name: _count(name, size_bytes) for name, size_bytes in raw["files"].items()},
         stages={name: Stage(**stage) for name, stage in raw["stages"].items()},
     )
+    _count("num_hidden_layers", manifest.config["num_hidden_layers"], 1)  # complete_planes counts on it
+    _count("checksum", raw.get("checksum", 0))
+    for record in manifest.planes.values():
+        _count("slab_bytes", record.slab_bytes, 1)
+        _count("slab_stride_bytes", record.slab_stride_bytes, record.slab_bytes)
+        _count("byte_order", record.byte_order)
+    for name in manifest.files:
+        if Path(name).is_absolute():
+            raise ValueError(f"file {name}, expected a name relative to the directory")
+    for stage in manifest.stages.values():
+        _typed("settings", stage.settings, dict)
+        _typed("done", stage.done, bool)
+    return manifest
+
+
+def _typed(what: str, value: Any, *kinds: type) -> Any:
+    """`value` if its type is one of `kinds`, else TypeError."""
+    if type(value) not in kinds:
+        raise TypeError(f"{what} is {value!r}, expected {' or '.join(kind.__name__ for kind in kinds)}")
+    return value
+
+
+def _count(what: str, value: Any, least: int = 0) -> int:
+    """`value` if it is an integer of at least `least`, else TypeError or ValueError."""
+    if _typed(what, value, int) < least:
+        raise ValueError(f"{what} is {value}, expected at least {least}")
+    return value
 
 
 def config_record(config: ModelConfig) -> dict[str, Any]:
@@ -156,30 +179,35 @@ def requant_stage(code: str) -> str:
     return f"requant --codec {codec}"
 
 
-def stage_of(name: str, code: str | None) -> str:
-    """The stage that writes the file `name` of a model directory in which `code` is in use."""
+def stage_of(name: str, code: str | None, entry: str | None = None) -> str:
+    """The stage that writes the file `name`, or `entry` of TABLES or CHECKSUMS, of a model directory in which `code` is in use."""
     folder, _, rest = name.partition("/")
-    plane = rest.partition("/")[0] if folder == "experts" else ""
-    owner = next((code for code, (planes, _) in CODES.items() if plane in planes), code if name == TABLES else None)
+    part = entry or (rest.partition("/")[0] if folder == "experts" else "")
+    owners = (its for its, (planes, tables) in CODES.items() if part in (*planes, *(table.name for table in tables)))
+    owner = next(owners, code if name == TABLES else None)
     return "layout" if owner is None else requant_stage(owner)
 
 
-def remedy(directory: Path, manifest: Manifest, name: str) -> str:
-    """What to do when the file `name` is missing or of another size: the end of a message."""
+def remedy(directory: Path, manifest: Manifest, name: str, entry: str | None = None) -> str:
+    """What to do when the file `name`, or only `entry` of it, is missing or of another size: the end of a message."""
     if name == MANIFEST:  # no command mends what it says of the others
         return start_over(directory, manifest)
-    stage = stage_of(name, manifest.code or next(iter(manifest.complete_codes()), None))
-    if stage == requant_stage("split") and "fp4" not in manifest.complete_planes():
-        return start_over(directory, manifest)  # its FP4 lies in nothing else
+    stage = stage_of(name, manifest.code or next(iter(manifest.complete_codes()), None), entry)
+    holds_fp4 = stage == requant_stage("split") or (name == TABLES and entry is None)
+    if holds_fp4 and "fp4" not in manifest.complete_planes():
+        return start_over(directory, manifest)  # base and residual with the tables of SPLIT are all the FP4 there was
     if stage == "layout" and "synth" in manifest.stages:
         return start_over(directory, manifest)  # it has no source
     return f"run: {stage_command(stage, directory)}"
 
 
-def content_remedy(directory: Path, manifest: Manifest, name: str) -> str:
-    """What to do when the file `name` has its size but not its content: a command sees by its absence that it is to be mended."""
-    cure = remedy(directory, manifest, name)
-    return cure if cure.startswith("remove") else f"remove {directory / name} and {cure}"
+def content_remedy(directory: Path, manifest: Manifest, name: str, entry: str | None = None) -> str:
+    """What to do when the file `name` has its size but not its content: a command sees by its absence that it is to be mended.
+
+    TABLES stays, for it may hold the only copy of another code's rows: requant finds the bad ones of `entry` by their CRC-32.
+    """
+    cure = remedy(directory, manifest, name, entry)
+    return cure if name == TABLES or cure.startswith("remove") else f"remove {directory / name} and {cure}"
 
 
 def read_model_config(directory: Path, manifest: Manifest) -> tuple[dict[str, Any], ModelConfig]:
@@ -192,7 +220,7 @@ def read_model_config(directory: Path, manifest: Manifest) -> tuple[dict[str, An
     try:
         raw = json.loads(path.read_bytes())
         config = ModelConfig.from_json(raw, path)
-    except (OSError, ValueError, AttributeError, CheckpointError) as cause:
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError, CheckpointError) as cause:
         raise ArtifactError(f"{path}: not the checkpoint's config ({cause}), expected its copy; {remedy}") from cause
     if config_record(config) != manifest.config:
         raise ArtifactError(f"{path}: not the config that {MANIFEST} records, expected the same; {remedy}")

@@ -84,7 +84,7 @@ def open_store(
     ladder = _ladder(settings, weights, room)
     layout = _layout(model, weights, ladder)
     num_picks = model.config.num_experts_per_tok
-    pools = pool_sizes(room.slots(layout), layout, staging=0)
+    pools = pool_sizes(room.slots(layout), layout, staging=_staging_slots(num_picks))
     check_pools(pools, _demanded(ladder, layout, num_picks), num_picks)
     memory = _memory(pools, layout, num_picks, device)
     files = SlabFiles(model, SlabReader(_directories(model, settings.mirrors), warn=warn), settings.verify_reads)
@@ -175,6 +175,11 @@ def _memory(pools: dict[str, PoolSizes], layout: Layout, num_picks: int, device:
     return CudaSlots(strides, pools, ring_slots=_ring_slots(layout, num_picks), device=device)
 
 
+def _staging_slots(num_picks: int) -> int:
+    """Of each plane's ring behind its VRAM slots, where guesses land: two layers' worth of picks."""
+    return 2 * num_picks
+
+
 def _ring_slots(layout: Layout, num_picks: int) -> int:
     """Twice the reads of one token in one layer: one half lands while the other is being read."""
     return 2 * num_picks * len(layout.fp4)
@@ -204,6 +209,7 @@ class _Room(NamedTuple):
         else:
             vram = _vram_left(settings.vram_bytes, self.device, self.used_bytes)
             ram -= _ring_slots(layout, num_picks) * max(layout.strides.values())
+        vram -= _staging_slots(num_picks) * sum(layout.strides[plane] for plane in layout.planes)
         return slots_for_bytes(max(vram, 0), max(ram, 0), layout, num_experts=self.num_experts, num_picks=num_picks)
 
 

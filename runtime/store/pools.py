@@ -34,6 +34,11 @@ class Layout(NamedTuple):
     strides: Mapping[str, int]
 
     @property
+    def planes(self) -> set[str]:
+        """Those that have slots."""
+        return {*self.fp4, *self.two_bit}
+
+    @property
     def fp4_bytes(self) -> int:
         """One expert at FP4."""
         return sum(self.strides[plane] for plane in self.fp4)
