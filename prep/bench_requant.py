@@ -10,9 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
-import subprocess
 import sys
 import time
 import zlib
@@ -48,6 +45,7 @@ from runtime.manifest import (
     read_manifest,
     write_manifest,
 )
+from runtime.measurement import document
 from runtime.store.arena import HostArena, view_bytes
 from runtime.store.reader import SlabReader
 
@@ -225,23 +223,6 @@ def table(results: dict[str, dict[str, Any]]) -> Iterator[str]:
         yield f"{codec:8}{speeds}{row['ratio']:8.2f}{row['later_layers_ratio']:8.2f}{row['all_experts_seconds']:15,.0f} s"
 
 
-def _machine(device: str) -> dict[str, Any]:
-    card = torch.cuda.get_device_name(device) if device.startswith("cuda") else None
-    return {"card": card, "cpu": platform.processor() or platform.machine(), "cores": os.cpu_count()}
-
-
-def _commit() -> str | None:
-    """HEAD, with a mark if the tree differs from it; None outside a repository."""
-    try:
-        run = [
-            subprocess.run(["git", *what], capture_output=True, text=True, check=True).stdout.strip()
-            for what in (("rev-parse", "HEAD"), ("status", "--porcelain"))
-        ]
-    except (OSError, subprocess.CalledProcessError):
-        return None
-    return run[0] + (" and uncommitted changes" if run[1] else "")
-
-
 def main() -> None:
     """Measures, prints the table on stderr and the JSON as the last line of stdout."""
     parser = argparse.ArgumentParser(prog="python -m prep.bench_requant", description=__doc__)
@@ -258,15 +239,9 @@ def main() -> None:
     config = ModelConfig.from_json(json.loads((options.directory / CONFIG).read_text()), options.directory)
     results = {codec: measure(options.directory, codec, config, device) for codec in options.codecs}
     print("\n".join(table(results)), file=sys.stderr)  # noqa: T201 - this command's output for people
-    document = {
-        "what": "prep requant beside concurrent O_DIRECT reading and writing of the same bytes",
-        "command": "python -m prep.bench_requant " + " ".join(sys.argv[1:]),
-        "machine": _machine(device) | {"drive": options.drive},
-        "versions": {"python": platform.python_version(), "torch": torch.__version__},
-        "commit": _commit(),
-        "results": {"layers": options.layers, "experts": options.experts, "shape": options.shape, **results},
-    }
-    print(json.dumps(document))  # noqa: T201 - the last line is the measurement
+    what = "prep requant beside concurrent O_DIRECT reading and writing of the same bytes"
+    measured = {"layers": options.layers, "experts": options.experts, "shape": options.shape, **results}
+    print(json.dumps(document(what, "prep.bench_requant", measured, options.drive)))  # noqa: T201 - the last line is the measurement
 
 
 if __name__ == "__main__":

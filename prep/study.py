@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -28,6 +26,7 @@ from kernels.split import dequantize_base, merge_split
 from prep.solvers.clip import solve_absmax, solve_clip
 from prep.solvers.quad import solve_quad, train_quad
 from prep.solvers.split import exponents_present, solve_split, train_split
+from runtime.measurement import document
 
 Approximate = Callable[[Matrix], Tensor]  # FP4 matrices -> the float32 values a code gives them
 Expert = tuple[Matrix, Matrix, Matrix]  # w1, w3, w2 in FP4
@@ -202,35 +201,16 @@ def measurement(seeds: int) -> dict[str, Any]:
     """The whole measurement, in the form of artifacts/measurements."""
     results = study(seeds)
     print(table(results), file=sys.stderr)  # noqa: T201 - the table is this command's output for people
-    return {
-        "what": "error of the 2-bit codes on synthetic MXFP4 weights, and the solvers' speed on this CPU",
-        "command": f"python -m prep.study --seeds {seeds} --threads {torch.get_num_threads()}",
-        "machine": {"cpu": _processor(), "threads": torch.get_num_threads()},
-        "versions": {"python": platform.python_version(), "torch": torch.__version__},
-        "commit": _commit(),
-        "results": {
-            "shape": SHAPE,
-            "expert_shape": EXPERT_SHAPE,
-            "seeds": seeds,
-            "errors": results,
-            "v4_flash_experts_per_minute": speeds(),
-            "training_seconds_per_layer_and_projection": training_seconds(),
-        },
+    measured = {
+        "shape": SHAPE,
+        "expert_shape": EXPERT_SHAPE,
+        "seeds": seeds,
+        "errors": results,
+        "v4_flash_experts_per_minute": speeds(),
+        "training_seconds_per_layer_and_projection": training_seconds(),
     }
-
-
-def _processor() -> str:
-    """The CPU's model name, or its architecture where /proc does not say."""
-    listing = Path("/proc/cpuinfo")
-    lines = listing.read_text().splitlines() if listing.exists() else []
-    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
-
-
-def _commit() -> str:
-    """HEAD, with a mark if the tree differs from it."""
-    head = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
-    changed = subprocess.run(["git", "status", "--porcelain"], capture_output=True, text=True, check=True).stdout
-    return head + (" and uncommitted changes" if changed else "")
+    what = "error of the 2-bit codes on synthetic MXFP4 weights, and the solvers' speed on this CPU"
+    return document(what, "prep.study", measured)
 
 
 def main() -> None:

@@ -16,10 +16,8 @@ import argparse
 import itertools
 import json
 import os
-import platform
 import random
 import statistics
-import subprocess
 import sys
 import threading
 import time
@@ -31,6 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from runtime.measurement import document
 from runtime.store.arena import HostArena, view_bytes
 from runtime.store.reader import SlabReader
 
@@ -56,15 +55,9 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=1.0, help="length of each timed window")
     arguments = parser.parse_args()
     results = measure(arguments.directory, int(arguments.size_gb * 1e9), arguments.seconds)
-    document = {
-        "what": "bench_reader",
-        "command": " ".join(["python -m runtime.store.bench_reader", *sys.argv[1:]]),
-        "machine": _machine(arguments.directory),
-        "versions": {"python": platform.python_version(), "torch": torch.__version__, "kernel": platform.release()},
-        "commit": _output("git", "rev-parse", "HEAD"),
-        "results": results,
-    }
-    sys.stdout.write(json.dumps(document) + "\n")
+    what = "the slab reader beside the best plain concurrent O_DIRECT read of the same file"
+    measured = document(what, "runtime.store.bench_reader", results, arguments.directory)
+    sys.stdout.write(json.dumps(measured) + "\n")
 
 
 def measure(directory: Path, size_bytes: int, seconds: float) -> Row:
@@ -245,26 +238,6 @@ def _describe(row: Row) -> str:
     how = {name: value for name, value in row.items() if name in ("depth", "block_bytes", "workers", "pieces")}
     latency = f", median {row['median_ms']:.2f} ms" if "median_ms" in row else ""
     return f"{_rate(row):.2f} GB/s{latency} ({', '.join(f'{name} {value}' for name, value in how.items())})"
-
-
-def _machine(directory: Path) -> dict[str, str | int | None]:
-    cpu = next(
-        (line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")), ": unknown"
-    )
-    return {
-        "card": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
-        "cpu": cpu.partition(":")[2].strip(),
-        "cores": len(os.sched_getaffinity(0)),
-        "drive": _output("findmnt", "-n", "-o", "SOURCE,FSTYPE", "--target", str(directory)),
-    }
-
-
-def _output(*command: str) -> str | None:
-    """What a program prints; None where there is no such program or it fails."""
-    try:
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return None
 
 
 def _say(message: str) -> None:

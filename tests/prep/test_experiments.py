@@ -11,22 +11,19 @@ from tiny_tokenizer import build_tokenizer
 from torch import Tensor
 
 from kernels.formats import INT2_LEVELS, dequantize_fp4, dequantize_int2, dequantize_quad2, quantize_fp4
-from prep import experiments
-from prep.experiments import (
+from prep.experiments import captured, measure
+from prep.experiments.captured import Seen, Weights, read_rows
+from prep.experiments.errors import expert_errors, outcome
+from prep.experiments.measure import run_experiments
+from prep.experiments.methods import (
     Layer,
-    Seen,
-    Weights,
     choose_levels,
     code_rows,
     equalised,
-    expert_errors,
     fed_back,
     low_rank,
     nearest,
-    outcome,
     plain,
-    read_rows,
-    run_experiments,
     weighted,
 )
 from prep.solvers.clip import solve_clip
@@ -120,7 +117,7 @@ def test_full_rank_is_exact_and_an_exact_expert_has_no_error(layer: Layer) -> No
 
 
 def test_every_experiment_runs(layer: Layer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(experiments, "TOKENS", (64, 512))
+    monkeypatch.setattr(measure, "TOKENS", (64, 512))
     results = run_experiments([layer])
     assert not any(one["wins"] for name in ("low-rank sketch", "low-rank correction") for one in results[name].values())
     flat = [one for variants in results.values() for one in variants.values()]
@@ -128,9 +125,9 @@ def test_every_experiment_runs(layer: Layer, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_halves_share_no_document(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(experiments, "ROW", 8)
-    monkeypatch.setattr(experiments, "CALIBRATION_ROWS", 2)
-    monkeypatch.setattr(experiments, "FRESH_ROWS", 1)
+    monkeypatch.setattr(captured, "ROW", 8)
+    monkeypatch.setattr(captured, "CALIBRATION_ROWS", 2)
+    monkeypatch.setattr(captured, "FRESH_ROWS", 1)
     path = tmp_path / "text.jsonl"
     path.write_text("".join(json.dumps({"text": letter * 9}) + "\n" for letter in "abab"))
     calibration, fresh = read_rows(path, build_tokenizer(), 0, 1)

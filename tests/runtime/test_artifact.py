@@ -188,6 +188,12 @@ TABLE_DAMAGES: list[tuple[str, Callable[[Path], object], list[str]]] = [
     ("gone", lambda m: (m / TABLES).unlink(), [TABLES, "No such file"]),
     ("torn", lambda m: _resize(m / TABLES, -1), [TABLES, "its header says"]),
     ("of none", lambda m: write_tables(m, {}), [TABLES, "tensor int2.normalisers is missing, expected F32 [2, 4, 3]"]),
+    ("directory", lambda m: _make_directory(m / TABLES), [TABLES, "a directory, expected a file of prep; remove it"]),
+    (
+        "checksums",
+        lambda m: write_checksums(m, {name: t for name, t in read_checksums(m).items() if name != "int2"}),
+        [CHECKSUMS, "tensor int2 is missing, expected I64 [2, 4]"],
+    ),
     ("plane", lambda m: (m / expert_file("int2", 1)).unlink(), [expert_file("int2", 1), "file is missing"]),
 ]
 
@@ -280,6 +286,22 @@ def _other_config(model: Path) -> None:
     _write_config(model, json.dumps(raw | {"sliding_window": 8}))
 
 
+def _edited(*place: str, **values: object) -> Callable[[Path], None]:
+    """Damage: `values` put into the manifest's object at `place`."""
+
+    def edit(raw: dict) -> None:
+        for key in place:
+            raw = raw[key]
+        raw.update(values)
+
+    return lambda model: _edit_manifest(model, edit)
+
+
+def _make_directory(path: Path) -> None:
+    path.unlink(missing_ok=True)
+    path.mkdir()
+
+
 SLABS = expert_file("fp4", 1)
 # (id, damage, what the one line must hold: the file, what was found, what was expected)
 DAMAGES: list[tuple[str, Callable[[Path], object], list[str]]] = [
@@ -288,6 +310,28 @@ DAMAGES: list[tuple[str, Callable[[Path], object], list[str]]] = [
     ("list manifest", lambda m: (m / "manifest.json").write_text("[]"), ["manifest.json", "not a manifest"]),
     ("schema", lambda m: _edit_manifest(m, lambda raw: raw.update(schema_version=2)), ["schema version 2, expected 1"]),
     ("key gone", lambda m: _edit_manifest(m, lambda raw: raw.pop("files")), ["manifest.json", "'files'"]),
+    (
+        "layers infinite",
+        _edited("config", num_hidden_layers=float("inf")),
+        ["not a manifest", "num_hidden_layers is inf"],
+    ),
+    ("layers none", _edited("config", num_hidden_layers=0), ["num_hidden_layers is 0, expected at least 1"]),
+    ("size infinite", _edited("files", **{DENSE: float("inf")}), [f"{DENSE} is inf"]),
+    ("size of a text", _edited("files", **{DENSE: "5"}), [f"{DENSE} is '5'"]),
+    ("absolute name", _edited("files", **{"/etc/hosts": 5}), ["file /etc/hosts"]),
+    ("fingerprint 5", _edited(fingerprint=5), ["fingerprint is 5, expected str"]),
+    ("fingerprint null", _edited(fingerprint=None), ["fingerprint is None"]),
+    ("code 5", _edited(code=5), ["code is 5, expected str or NoneType"]),
+    ("checksum", _edited(checksum="x"), ["checksum is 'x', expected int"]),
+    ("stride 0", _edited("planes", "fp4", slab_stride_bytes=0), ["slab_stride_bytes is 0, expected at least"]),
+    ("stride x", _edited("planes", "fp4", slab_stride_bytes="x"), ["slab_stride_bytes is 'x'"]),
+    ("done 1", _edited("stages", "layout", done=1), ["done is 1, expected bool"]),
+    ("settings", _edited("stages", "layout", settings=[]), ["settings is []"]),
+    ("deep manifest", lambda m: (m / "manifest.json").write_text("[" * 100_000), ["not a manifest (RecursionError"]),
+    ("many digits", lambda m: (m / "manifest.json").write_text("9" * 5_000), ["not a manifest (ValueError"]),
+    ("deep config", lambda m: _write_config(m, "[" * 100_000), ["config.json", "not the checkpoint's config"]),
+    ("checksums a directory", lambda m: _make_directory(m / CHECKSUMS), [CHECKSUMS, "a directory, expected", "remove"]),
+    ("slabs a directory", lambda m: _make_directory(m / SLABS), [SLABS, "a directory, expected 212,992 bytes"]),
     ("slabs longer", lambda m: _resize(m / SLABS, 1), [SLABS, "212,993 bytes, expected 212,992 bytes"]),
     ("slabs shorter", lambda m: _resize(m / SLABS, -4096), [SLABS, "208,896 bytes, expected 212,992 bytes"]),
     ("slabs gone", lambda m: (m / SLABS).unlink(), [SLABS, "file is missing, expected 212,992 bytes"]),

@@ -101,6 +101,13 @@ def library_tensors(directory: Path) -> Iterator[tuple[str, torch.Tensor]]:
                 yield name, shard.get_tensor(name)
 
 
+def write_raw(path: Path, tensors: dict[str, tuple], payload_bytes: int) -> None:
+    """A safetensors file of zeros with this header: name -> dtype, shape, data_offsets."""
+    keys = ("dtype", "shape", "data_offsets")
+    header = json.dumps({name: dict(zip(keys, values, strict=True)) for name, values in tensors.items()}).encode()
+    path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(payload_bytes))
+
+
 def test_v4_flash_table_has_the_released_names_and_bytes() -> None:
     config = ModelConfig.from_json(V4_FLASH, Path("config.json"))
     main, draft = model_tensors(config), draft_stage(config, 0)
@@ -163,8 +170,56 @@ def test_tensors_of_another_model_are_refused(source: Path) -> None:
     index = json.loads((source / INDEX).read_text())
     index["weight_map"]["model.layers.0.q_proj.weight"] = next(iter(index["weight_map"].values()))
     (source / INDEX).write_text(json.dumps(index))
-    with pytest.raises(CheckpointError, match=r"1 tensors that config.json does not imply, first model\.layers\.0"):
+    with pytest.raises(CheckpointError, match=r"1 tensors that config.json does not imply, first 'model\.layers\.0"):
         Checkpoint(source)
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", "a\0b", "a\nb", "../model.safetensors", "/etc/passwd", "\ud800"])
+def test_a_shard_name_that_is_no_file_name_is_refused(source: Path, name: str) -> None:
+    index = json.loads((source / INDEX).read_text())
+    index["weight_map"]["norm.weight"] = name
+    (source / INDEX).write_text(json.dumps(index))
+    with pytest.raises(
+        CheckpointError, match=f"{INDEX}: shard '.*', expected the name of a file here; fetch"
+    ) as caught:
+        Checkpoint(source)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("content", ["[" * 100_000, "9" * 5000, "[]", '{"weight_map": {"norm.weight": 5}}'])
+@pytest.mark.parametrize("name", [INDEX, "config.json"])
+def test_damaged_json_is_refused_by_name(source: Path, name: str, content: str) -> None:
+    (source / name).write_text(content)
+    with pytest.raises(CheckpointError, match=rf"^{source / name}: .*, expected .*; "):
+        Checkpoint(source)
+
+
+@pytest.mark.parametrize("metadata", [None, 5, [], "x", {"total_size": "many"}])
+def test_the_indexs_metadata_does_not_matter(source: Path, metadata: object) -> None:
+    index = json.loads((source / INDEX).read_text())
+    (source / INDEX).write_text(json.dumps(index | {"metadata": metadata}))
+    Checkpoint(source).close()
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("count", [10**9, 10**300])
+def test_more_experts_than_the_index_can_hold_are_refused_at_once(source: Path, count: int) -> None:
+    raw = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(raw | {"n_routed_experts": count}))
+    with pytest.raises(CheckpointError, match=rf"{INDEX}: [0-9,]+ tensors, expected more than the [0-9,]+ of the"):
+        Checkpoint(source)
+
+
+@pytest.mark.parametrize("dtype", ["F64", "F4", 5, None])
+def test_an_unknown_dtype_in_a_draft_stage_does_not_matter(source: Path, dtype: object) -> None:
+    write_raw(source / "model-draft.safetensors", {"mtp.0.new": (dtype, [2], [0, 16])}, 16)
+    index = json.loads((source / INDEX).read_text())
+    index["weight_map"]["mtp.0.new"] = "model-draft.safetensors"
+    (source / INDEX).write_text(json.dumps(index))
+    with closing(Checkpoint(source)) as checkpoint:
+        assert checkpoint.draft_tensors() == ["mtp.0.new"]
+        with pytest.raises(CheckpointError, match=r"model-draft.safetensors: mtp.0.new is .*, expected one of BF16"):
+            checkpoint.read("mtp.0.new")
 
 
 def test_a_shard_cut_after_opening_fails_in_the_read(source: Path) -> None:
