@@ -19,7 +19,7 @@ from torch import Tensor
 
 from runtime.errors import StoreError
 from runtime.expert_weights import ExpertWeights
-from runtime.ladder import AnyLadder, Rung, decide
+from runtime.ladder import EXACT, AnyLadder, Rung, decide
 from runtime.store.policies import ExpertKey
 from runtime.store.residency import Demote, Move, Promote, Read, Residency, Slab, Tier
 from runtime.store.slab_files import SlabFiles
@@ -100,7 +100,8 @@ class TieredStore:
 
     def describe(self) -> str:
         """The ladder and the slots of each plane, in a few words."""
-        return f"ladder {self._ladder}, slots {self._residency.describe()}"
+        exact = self._ladder.is_exact(self._weights.config.num_experts_per_tok)
+        return f"ladder {EXACT if exact else self._ladder}, slots {self._residency.describe()}"
 
     def close(self) -> None:
         """Ends the reader's threads and releases the slots."""
