@@ -6,14 +6,27 @@ import re
 import sys
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from runtime.console import run_cli
 from runtime.errors import StrawError
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+
+class _Commands(TyperGroup):
+    """The commands; Ctrl-C ends each by one line and exit code 1."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            print("interrupted; run the same command again, it continues where it stopped", file=sys.stderr)
+            raise typer.Exit(1) from None
+
+
+app = typer.Typer(cls=_Commands, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
 
 class Codec(StrEnum):
@@ -173,7 +186,7 @@ def _directory(model: Path) -> Path:
 def _layers(text: str | None) -> range | None:
     if text is None:
         return None
-    match = re.fullmatch(r"(\d+)(?:-(\d+))?", text)
+    match = re.fullmatch(r"([0-9]{1,9})(?:-([0-9]{1,9}))?", text)
     if match is None:
         raise typer.BadParameter(f"--layers is {text!r}, expected one layer or A-B")
     first = int(match[1])

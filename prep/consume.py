@@ -19,6 +19,7 @@ from torch import Tensor
 from kernels.formats import PLANES, Matrix, split_slab, unpack_codes
 from prep.codecs import Shape, fp4_matrices
 from prep.jobs import say
+from prep.requant_plan import require_intact_split
 from prep.slab_io import BlockRing, SlabCheck, batches, read_ahead
 from runtime.artifact import byte_view, read_checksums, read_tables
 from runtime.checkpoint import Checkpoint, dense_tensors, expert_tensors
@@ -56,8 +57,9 @@ def consume_fp4_layer(directory: Path, config: ModelConfig, manifest: Manifest, 
 
 def _require_same_fp4(directory: Path, config: ModelConfig, manifest: Manifest, layer_idx: int) -> None:
     records = {plane: PlaneRecord.of(plane, config) for plane in ("fp4", "base", "residual")}
-    check = SlabCheck(directory, manifest, records, read_checksums(directory))
-    rows = layer_tables(read_tables(directory, "split"), "split", layer_idx)
+    checksums, tables = read_checksums(directory), read_tables(directory, "split")
+    require_intact_split(directory, manifest, tables, checksums, [layer_idx])
+    check, rows = SlabCheck(directory, manifest, records, checksums), layer_tables(tables, "split", layer_idx)
     shape = Shape(config.hidden_size, config.moe_intermediate_size)
     todo = batches([layer_idx], config.n_routed_experts, BATCH)
     with closing(BlockRing(records, BATCH, DEPTH)) as ring, SlabReader([directory], warn=say) as reader:
@@ -98,9 +100,12 @@ class ShardConsumer:
     """Removes source shards whose tensors the model directory has. Holds nothing open between calls."""
 
     def __init__(self, checkpoint: Checkpoint, directory: Path) -> None:
+        """Raises CheckpointError if a shard lies outside the checkpoint's directory, where others may use it too."""
         self._checkpoint, self._directory, self._config = checkpoint, directory, checkpoint.config
         self.files_by_shard = files_by_shard(checkpoint)
         self._left = [shard for shard in self.files_by_shard if shard not in checkpoint.consumed]
+        for shard in self._left:
+            _require_own(checkpoint.directory, shard)
 
     def consume(self, manifest: Manifest) -> list[str]:
         """Names of the shards it removed: those all of whose files are recorded in `manifest` and hold the same.
@@ -164,6 +169,14 @@ class ShardConsumer:
             raise CheckpointError(
                 f"{path}: {name} read back is not what {self._checkpoint.directory / shard} holds, expected the same; the shard stays, remove {path} and run the same command again"
             )
+
+
+def _require_own(source: Path, shard: str) -> None:
+    target = (source / shard).resolve()
+    if not target.is_relative_to(source.resolve()):
+        raise CheckpointError(
+            f"{source / shard}: a link to {target}, expected a file in {source}: what lies elsewhere, as in the Hugging Face cache, others may use; copy the checkpoint (cp -rL) or run without --consume"
+        )
 
 
 def _forget_cached(path: Path) -> None:

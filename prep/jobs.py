@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import re
 import shutil
 import sys
 from collections.abc import Iterator
@@ -74,6 +75,11 @@ def require_same_settings(directory: Path, manifest: Manifest, stage: str, setti
         )
 
 
+def same_form(a: Tensor, b: Tensor) -> bool:
+    """Whether shape and dtype are equal."""
+    return a.shape == b.shape and a.dtype == b.dtype
+
+
 def pwrite_all(descriptor: int, content: Tensor, offset_bytes: int) -> None:
     """Writes all bytes of `content`, on the CPU, at `offset_bytes`; OSError if the system refuses."""
     view = byte_view(content)
@@ -108,7 +114,7 @@ def expert_progress(total_experts: int, what: str, bytes_each: int) -> ExpertBar
 
 
 def compute_device(name: str | None) -> str:
-    """`name`, or the best there is: "cuda" where there is a CUDA device, else "cpu".
+    """`name` as "cpu", "cuda" or "cuda:i"; without one the best there is: "cuda" where there is a CUDA device, else "cpu".
 
     Raises:
         StrawError: It is no device of this machine.
@@ -116,10 +122,12 @@ def compute_device(name: str | None) -> str:
     found = torch.cuda.device_count()
     if name is None:
         return "cuda" if found else "cpu"
-    kind, _, index = name.partition(":")
-    if name != "cpu" and (kind != "cuda" or not (index or "0").isdigit() or int(index or 0) >= found):
+    match = re.fullmatch(r"cpu(?::0)?|cuda(?::([0-9]{1,4}))?", name)
+    if match is None or (name.startswith("cuda") and int(match[1] or 0) >= found):
         raise StrawError(f"device is {name!r}, expected cpu or one of {found} CUDA devices (cuda:i); correct --device")
-    return name
+    if name.startswith("cpu"):
+        return "cpu"
+    return f"cuda:{int(match[1])}" if match[1] else "cuda"
 
 
 def say(line: str) -> None:

@@ -20,7 +20,16 @@ import torch
 from torch import Tensor
 
 from prep.consume import ShardConsumer
-from prep.jobs import LOCK, free_disk_bytes, progress, pwrite_all, require_free_disk, require_same_settings, write_lock
+from prep.jobs import (
+    LOCK,
+    free_disk_bytes,
+    progress,
+    pwrite_all,
+    require_free_disk,
+    require_same_settings,
+    same_form,
+    write_lock,
+)
 from prep.source import open_source, require_shards, source_fingerprint, source_shards
 from runtime.artifact import (
     COPY_CHECKSUM,
@@ -190,12 +199,8 @@ def _checksums_for(checkpoint: Checkpoint, directory: Path) -> dict[str, Tensor]
         found = read_checksums(directory)
     except ArtifactError:  # damaged: everything whose checksum is lost is written again
         return checksums
-    fits = {name: tensor for name, tensor in found.items() if name not in specs or _same_form(tensor, checksums[name])}
+    fits = {name: tensor for name, tensor in found.items() if name not in specs or same_form(tensor, checksums[name])}
     return checksums | fits
-
-
-def _same_form(a: Tensor, b: Tensor) -> bool:
-    return a.shape == b.shape and a.dtype == b.dtype
 
 
 def _heads(checkpoint: Checkpoint) -> dict[str, bytes]:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,13 +12,23 @@ from torch import Tensor
 
 from kernels.formats import CODES
 from prep.codecs import SAMPLE_EXPERTS
-from prep.jobs import require_free_disk, require_same_settings
-from runtime.artifact import FP4_PLANE_SETS, NO_CHECKSUM, checksum, read_checksums, read_tables
+from prep.jobs import require_free_disk, require_same_settings, same_form
+from prep.slab_io import checksum_damage
+from runtime.artifact import (
+    DENSE_CHECKSUMS,
+    FP4_PLANE_SETS,
+    NO_CHECKSUM,
+    checksum,
+    checksum_specs,
+    read_checksums,
+    read_tables,
+)
 from runtime.config import ModelConfig
 from runtime.errors import ArtifactError
 from runtime.files import partial_path
 from runtime.manifest import (
     BYTE_ORDER,
+    CHECKSUMS,
     MANIFEST,
     TABLES,
     Manifest,
@@ -27,12 +36,12 @@ from runtime.manifest import (
     expert_file,
     read_manifest,
     read_model_config,
+    remedy,
     requant_stage,
     stage_command,
 )
 from runtime.tables import Tables, empty_tables, table_specs
 
-DEFAULT_CODEC = "quad"  # the better of clip and quad, artifacts/measurements/2026-11-29-requant-synthetic.json
 SLACK_BYTES = 16 << 20  # for manifest, tables and checksums, each twice while it is replaced
 
 
@@ -94,6 +103,9 @@ def plan_requant(directory: Path, code: str, layers: range | None = None) -> Req
     tables = _tables_for(directory, config, manifest, code)
     checksums = _checksums_for(directory, config, code)
     source = _source(directory, manifest, code)
+    _require_recorded(directory, config, manifest, checksums, source)
+    if "base" in source:
+        require_intact_split(directory, manifest, tables, checksums, range(config.num_hidden_layers))
     plan = RequantPlan(directory, config, manifest, code, source, [], checksums, tables)
     todo = [idx for idx in unfinished_layers(plan) if idx in wanted]
     _require_source(plan, todo)
@@ -156,18 +168,21 @@ def _wanted_layers(config: ModelConfig, layers: range | None) -> range:
 
 
 def _tables_for(directory: Path, config: ModelConfig, manifest: Manifest, code: str) -> Tables:
-    tables: Tables = {}
-    if (directory / TABLES).is_file():
-        with suppress(ArtifactError):  # damaged: every layer is written again
-            tables = read_tables(directory, code)
-    fresh, specs = empty_tables(config, code), table_specs(config, [code])
-    fits = {name: t for name, t in tables.items() if name not in specs or _same_form(t, fresh[name])}
-    lost = [name for name in table_specs(config, manifest.complete_codes()) if name not in fits]
-    if lost and manifest.complete_codes() == ["split"] and "fp4" not in manifest.complete_planes():
+    path, problem = directory / TABLES, ""
+    if path.is_dir():
+        raise ArtifactError(f"{path}: a directory, expected a file of prep; remove it and run the same command again")
+    try:
+        tables = read_tables(directory, code)
+    except ArtifactError:  # every layer is written again
+        tables, problem = {}, "file is damaged" if path.exists() else "file is missing"
+    known = empty_tables(config, code) | empty_tables(config, "split")
+    fits = {name: tensor for name, tensor in tables.items() if name not in known or same_form(tensor, known[name])}
+    lost = [name for name in table_specs(config, ["split"]) if name not in fits]
+    if lost and "split" in manifest.complete_codes() and "fp4" not in manifest.complete_planes():
         raise ArtifactError(
-            f"{directory / TABLES}: tensor {lost[0]} is missing, expected the tables of base and residual, without which there is no FP4; run prep layout into another directory"
+            f"{path}: {problem or f'tensor {lost[0]} is missing or of another shape'}, expected the tables of base and residual, without which there is no FP4; run prep layout into another directory"
         )
-    return fresh | fits
+    return empty_tables(config, code) | fits
 
 
 def _checksums_for(directory: Path, config: ModelConfig, code: str) -> dict[str, Tensor]:
@@ -176,11 +191,32 @@ def _checksums_for(directory: Path, config: ModelConfig, code: str) -> dict[str,
     shapes: dict[str, tuple[int, ...]] = slabs | dict.fromkeys(table_specs(config, [code]), (layers,))
     fresh = {name: torch.full(shape, NO_CHECKSUM, dtype=torch.int64) for name, shape in shapes.items()}
     found = read_checksums(directory)
-    return fresh | {name: t for name, t in found.items() if name not in fresh or _same_form(t, fresh[name])}
+    return fresh | {name: t for name, t in found.items() if name not in fresh or same_form(t, fresh[name])}
 
 
-def _same_form(a: Tensor, b: Tensor) -> bool:
-    return a.shape == b.shape and a.dtype == b.dtype
+def _require_recorded(
+    directory: Path, config: ModelConfig, manifest: Manifest, checksums: Mapping[str, Tensor], source: Iterable[str]
+) -> None:
+    for plane, spec in checksum_specs(config, list(source)).items():
+        found = checksums.get(plane)
+        if plane != DENSE_CHECKSUMS and (found is None or tuple(found.shape) != spec.shape):
+            raise ArtifactError(
+                f"{directory / CHECKSUMS}: tensor {plane} is missing or of another shape, expected {spec}; {remedy(directory, manifest, CHECKSUMS, plane)}"
+            )
+
+
+def require_intact_split(
+    directory: Path, manifest: Manifest, tables: Tables, checksums: Mapping[str, Tensor], layers: Iterable[int]
+) -> None:
+    """Raises ArtifactError unless the rows of SPLIT, without which base and residual are other numbers, are as written."""
+    rows = {tensor.name: tables[tensor.name] for tensor in CODES["split"].tables}
+    for layer_idx in layers:
+        for name, found in table_checksums(rows, layer_idx).items():
+            recorded = checksums.get(name, torch.empty(0))
+            expected = int(recorded[layer_idx]) if recorded.shape == rows[name].shape[:1] else NO_CHECKSUM
+            if found != expected:
+                what = f"layer {layer_idx} of {name}"
+                raise ArtifactError(checksum_damage(directory, manifest, TABLES, what, found, expected, name))
 
 
 def _source(directory: Path, manifest: Manifest, code: str) -> tuple[str, ...]:

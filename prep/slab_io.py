@@ -20,7 +20,7 @@ from torch import Tensor
 
 from runtime.errors import ArtifactError
 from runtime.files import writing_failed
-from runtime.manifest import Manifest, PlaneRecord, content_remedy, expert_file
+from runtime.manifest import CHECKSUMS, Manifest, PlaneRecord, content_remedy, expert_file
 from runtime.store.arena import HostArena, view_bytes, whole_pages
 from runtime.store.reader import SlabReader, Ticket, Verify
 
@@ -137,15 +137,41 @@ class SlabCheck:
         def verify(slab: memoryview) -> None:
             found = zlib.crc32(slab[:size])
             if found != expected or slab[size:] != padding:
-                what = f"CRC-32 {found:08x}" if found != expected else "padding that is not zero"
+                what = found if found != expected else "padding that is not zero"
                 raise ArtifactError(self._damage(plane, layer_idx, expert_id, what, expected))
 
         return verify
 
-    def _damage(self, plane: str, layer_idx: int, expert_id: int, found: str, expected: int) -> str:
-        name = expert_file(plane, layer_idx)
-        cure = content_remedy(self._directory, self._manifest, name)
-        return f"{self._directory / name}: layer {layer_idx} expert {expert_id} {plane}: {found}, expected CRC-32 {expected & 0xFFFFFFFF:08x}; {cure}"
+    def _damage(self, plane: str, layer_idx: int, expert_id: int, found: int | str, expected: int) -> str:
+        name, what = expert_file(plane, layer_idx), f"layer {layer_idx} expert {expert_id} {plane}"
+        return checksum_damage(self._directory, self._manifest, name, what, found, expected)
+
+
+def checksum_damage(
+    directory: Path,
+    manifest: Manifest,
+    name: str,
+    what: str,
+    found: int | str,
+    expected: int,
+    entry: str | None = None,
+) -> str:
+    """The line about a part of the file `name` that has not the checksum in CHECKSUMS; it blames CHECKSUMS if that is none.
+
+    Args:
+        directory: The model directory.
+        manifest: Its manifest.
+        name: The file with the part.
+        what: The part in words.
+        found: Its CRC-32, or what else was found.
+        expected: Its checksum in CHECKSUMS.
+        entry: Of TABLES the tensor.
+    """
+    cure = content_remedy(directory, manifest, name, entry)
+    if not 0 <= expected < 1 << 32:
+        return f"{directory / CHECKSUMS}: checksum of {what} in {name} is {expected}, expected a CRC-32; {cure}"
+    found = f"CRC-32 {found:08x}" if isinstance(found, int) else found
+    return f"{directory / name}: {what}: {found}, expected CRC-32 {expected:08x}; {cure}"
 
 
 class SlabFile:

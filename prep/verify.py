@@ -20,12 +20,22 @@ from torch import Tensor
 from kernels.formats import CODES
 from prep.codecs import Shape, encode, fp4_matrices
 from prep.jobs import progress, say
-from prep.slab_io import SlabCheck, submit_slab
+from prep.slab_io import SlabCheck, checksum_damage, submit_slab
 from runtime.artifact import COPY_CHECKSUM, DENSE_CHECKSUMS, ModelDirectory, checksum
 from runtime.checkpoint import INDEX, REMEDY, Checkpoint, dense_tensors
 from runtime.config import ModelConfig, read_json
 from runtime.errors import ArtifactError, CheckpointError, StrawError
-from runtime.manifest import DENSE, MANIFEST, TABLES, content_remedy, expert_file, manifest_checksum, stage_command
+from runtime.manifest import (
+    CHECKSUMS,
+    DENSE,
+    MANIFEST,
+    TABLES,
+    content_remedy,
+    expert_file,
+    manifest_checksum,
+    remedy,
+    start_over,
+)
 from runtime.safetensors_file import SafetensorsFile
 from runtime.store.arena import HostArena
 from runtime.store.reader import SlabReader, Ticket
@@ -56,14 +66,17 @@ def verify(directory: Path, deep: bool = False) -> list[str]:
 
     Args:
         directory: A model directory or a released checkpoint.
-        deep: Of a model directory also quantise a sample of experts again and compare the bytes.
+        deep: Of a model directory that is else whole also quantise a sample of experts again and compare the bytes.
 
     Raises:
         StrawError: It is neither, or so damaged that it cannot be opened.
     """
     if (directory / MANIFEST).exists():
         with ModelDirectory(directory) as model:
-            return list(_verify_model(model, deep))
+            findings = list(_verify_model(model))
+            if deep and not findings:  # what is not as written tells nothing about the codes
+                findings = [line for code in model.codes for line in _verify_code(model, code)]
+            return findings
     if (directory / INDEX).exists():
         with closing(Checkpoint(directory)) as checkpoint:
             return list(_verify_checkpoint(checkpoint))
@@ -72,7 +85,7 @@ def verify(directory: Path, deep: bool = False) -> list[str]:
     )
 
 
-def _verify_model(model: ModelDirectory, deep: bool) -> Findings:
+def _verify_model(model: ModelDirectory) -> Findings:
     experts = model.config.num_hidden_layers * model.config.n_routed_experts
     slabs = experts * sum(record.slab_stride_bytes for record in model.planes.values())
     yield from _verify_manifest(model)
@@ -83,39 +96,49 @@ def _verify_model(model: ModelDirectory, deep: bool) -> Findings:
     with progress(slabs + model.manifest.files[DENSE], "prep verify") as bar:
         yield from _verify_dense(model, bar.update)
         yield from _verify_slabs(model, bar.update)
-    if deep:
-        for code in model.codes:
-            yield from _verify_code(model, code)
 
 
 def _damage(model: ModelDirectory, name: str, problem: str) -> str:
     return f"{model.directory / name}: {problem}; {content_remedy(model.directory, model.manifest, name)}"
 
 
+def _other_checksum(
+    model: ModelDirectory, name: str, what: str, found: int, expected: int, entry: str | None = None
+) -> str:
+    return checksum_damage(model.directory, model.manifest, name, what, found, expected, entry)
+
+
 def _verify_manifest(model: ModelDirectory) -> Findings:
     content = json.loads((model.directory / MANIFEST).read_bytes())
     found, expected = manifest_checksum(content), content.get("checksum")
     if expected is not None and found != expected:
-        yield f"{model.directory / MANIFEST}: CRC-32 {found:08x}, expected {expected:08x}; edited or damaged, remove {model.directory} and run: {stage_command('layout', model.directory)}"
+        yield f"{model.directory / MANIFEST}: CRC-32 {found:08x}, expected {expected:08x}; edited or damaged, {start_over(model.directory, model.manifest)}"
 
 
 def _verify_copies(model: ModelDirectory) -> Findings:
     for name, expected in model.read_checksums().items():
         if name.startswith(COPY_CHECKSUM):
             name = name.removeprefix(COPY_CHECKSUM)
-            found = zlib.crc32((model.directory / name).read_bytes())
+            path = model.directory / name
+            if not path.is_file() or expected.numel() != 1:
+                yield f"{model.directory / CHECKSUMS}: has {expected.numel()} checksums of {name}, expected one of each copied file and no other; {remedy(model.directory, model.manifest, CHECKSUMS)}"
+                continue
+            found = zlib.crc32(path.read_bytes())
             if found != int(expected):
-                yield _damage(model, name, f"CRC-32 {found:08x}, expected {int(expected) & 0xFFFFFFFF:08x}")
+                yield _other_checksum(model, name, "the whole file", found, int(expected))
 
 
 def _verify_tables(model: ModelDirectory) -> Findings:
     checksums = model.read_checksums()
     for name, tensor in model.read_tables().items():
-        for layer_idx, expected in enumerate(checksums[name].tolist()):
+        recorded = checksums.get(name, torch.empty(0))
+        if recorded.shape != tensor.shape[:1]:
+            yield f"{model.directory / CHECKSUMS}: has {recorded.numel()} checksums of {name}, expected {len(tensor)}; {content_remedy(model.directory, model.manifest, TABLES, name)}"
+            continue
+        for layer_idx, expected in enumerate(recorded.tolist()):
             found = checksum(tensor[layer_idx])
             if found != expected:
-                problem = f"layer {layer_idx} of {name}: CRC-32 {found:08x}, expected {expected & 0xFFFFFFFF:08x}"
-                yield _damage(model, TABLES, problem)
+                yield _other_checksum(model, TABLES, f"layer {layer_idx} of {name}", found, expected, name)
 
 
 def _verify_dense(model: ModelDirectory, advance: Advance) -> Findings:
@@ -124,8 +147,7 @@ def _verify_dense(model: ModelDirectory, advance: Advance) -> Findings:
         tensor = model.read(name)
         found = checksum(tensor)
         if found != expected:
-            problem = f"tensor {name}: CRC-32 {found:08x}, expected {expected & 0xFFFFFFFF:08x}"
-            yield _damage(model, DENSE, problem)
+            yield _other_checksum(model, DENSE, f"tensor {name}", found, expected)
         advance(tensor.nbytes)
 
 
@@ -170,7 +192,12 @@ def _verify_code(model: ModelDirectory, code: str) -> Findings:
             slabs = {plane: model.read_slab(layer_idx, expert_id, plane)[None] for plane in source}
             wanted = {plane: model.read_slab(layer_idx, expert_id, plane)[None] for plane in CODES[code].planes}
             found = {plane: torch.zeros_like(slab) for plane, slab in wanted.items()}
-            normalisers = encode(code, fp4_matrices(slabs, shape, split_rows), rows, found)
+            try:
+                normalisers = encode(code, fp4_matrices(slabs, shape, split_rows), rows, found)
+            except ValueError as cause:
+                problem = f"layer {layer_idx} expert {expert_id}: cannot be coded ({cause}), expected FP4 values"
+                yield _damage(model, expert_file(source[0], layer_idx), problem)
+                return
             same = all(torch.equal(found[plane], slab) for plane, slab in wanted.items())
             if not same or not _same_normalisers(normalisers, rows, code, expert_id):
                 problem = (
@@ -196,10 +223,12 @@ def _verify_checkpoint(checkpoint: Checkpoint) -> Findings:
             stray = sorted(name for name in file.entries if checkpoint.shard_of.get(name) != shard)
             if stray:
                 yield f"{file.path}: holds {stray[0]}, expected only what {INDEX} says lies here; {REMEDY}"
-            total += sum(entry.spec.size_bytes for entry in file.entries.values())
-    declared = read_json(checkpoint.directory / INDEX).get("metadata", {}).get("total_size")
+            total += sum(entry.size_bytes for entry in file.entries.values())
+    metadata = read_json(checkpoint.directory / INDEX).get("metadata") or {}
+    declared = metadata.get("total_size") if isinstance(metadata, dict) else metadata
     if declared is not None and declared != total:
-        yield f"{checkpoint.directory / INDEX}: total_size is {declared:,} bytes, the shards hold {total:,}, expected the same; fetch them again"
+        size = f"{declared:,} bytes" if isinstance(declared, int) else repr(declared)
+        yield f"{checkpoint.directory / INDEX}: total_size is {size}, the shards hold {total:,} bytes, expected the same; fetch them again"
     yield from verify_tokenizer(checkpoint.directory, checkpoint.config)
 
 

@@ -412,6 +412,28 @@ def test_consuming_removes_every_shard_and_changes_no_byte(own_source: Path, pri
     assert layout(own_source, model).todo == layout(own_source, model, consume=True).todo == []
 
 
+def test_consuming_refuses_what_others_may_use(own_source: Path, tmp_path: Path) -> None:
+    """A Hugging Face snapshot links to blobs that other snapshots share; a link within the directory is its own."""
+    blobs, inner = tmp_path / "blobs", own_source / "inner"
+    blobs.mkdir()
+    inner.mkdir()
+    first, second = (own_source / name for name in _shards(own_source)[:2])
+    second.rename(inner / second.name)
+    second.symlink_to(inner / second.name)
+    blob = first.rename(blobs / "abc")
+    first.symlink_to(Path("../blobs/abc"))
+    with pytest.raises(StrawError, match=f"{first}: a link to {blob}, expected .*; copy the checkpoint .* --consume"):
+        layout(own_source, tmp_path / "model", consume=True)
+    assert blob.is_file()
+    assert not (tmp_path / "model").exists()
+    layout(own_source, tmp_path / "model")
+    assert blob.is_file()
+    first.unlink()
+    blob.rename(first)
+    layout(own_source, tmp_path / "model", consume=True)
+    assert _shards(own_source) == list(inner.iterdir()) == []
+
+
 def test_consuming_can_come_later(own_source: Path, pristine: Path, tmp_path: Path) -> None:
     model = tmp_path / "model"
     layout(own_source, model)

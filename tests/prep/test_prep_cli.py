@@ -18,7 +18,10 @@ import typer
 from random_checkpoint import write_random_checkpoint
 from safetensors.torch import load_file, save_file
 
+import prep.layout
+import prep.verify
 from prep.cli import main
+from prep.jobs import compute_device
 from runtime import console
 from runtime.artifact import ModelDirectory
 from runtime.checkpoint import INDEX
@@ -329,6 +332,35 @@ def test_requant_of_a_full_disk_and_a_locked_directory_is_one_line(
     assert list(read_manifest(model).planes) == ["fp4"]
 
 
+@pytest.mark.parametrize(
+    "name", ["cuda:²", "cuda:٠", "cuda:" + "9" * 5_000, "cuda:", "cuda:-1", "cpu:1", "cpu:", "tpu", ""]
+)
+def test_what_is_no_device_is_refused(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(StrawError, match=r"device is .*, expected cpu or one of 2 CUDA devices \(cuda:i\); correct"):
+        compute_device(name)
+
+
+def test_devices_have_one_name_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    names = {"cpu": "cpu", "cpu:0": "cpu", "cuda": "cuda", "cuda:1": "cuda:1", "cuda:01": "cuda:1", None: "cuda"}
+    assert {name: compute_device(name) for name in names} == names
+
+
+@pytest.mark.parametrize("command", ["layout", "verify"])
+def test_ctrl_c_is_one_line(
+    source: Path, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    def interrupt(*args: object, **kwargs: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(prep.layout, "layout", interrupt)
+    monkeypatch.setattr(prep.verify, "verify", interrupt)
+    arguments = [source, tmp_path / "model"] if command == "layout" else [source]
+    line = "interrupted; run the same command again, it continues where it stopped\n"
+    assert run(capsys, command, *arguments) == (1, "", line)
+
+
 def test_requant_needs_a_directory_and_a_device(model: Path, tmp_path: Path, capsys: Capture) -> None:
     assert_one_line(*run(capsys, "requant", tmp_path / "nowhere"), "manifest.json: cannot be read")
     assert_one_line(*run(capsys, "requant", model, "--device", "cuda:77"), "device is 'cuda:77'", "correct --device")
@@ -350,6 +382,10 @@ def test_requant_needs_a_directory_and_a_device(model: Path, tmp_path: Path, cap
         ["requant", "m", "--consume"],
         ["requant", "m", "--codec", "clip", "--consume"],
         ["requant", "m", "--layers", "x"],
+        ["requant", "m", "--layers", "9" * 5_000],
+        ["requant", "m", "--layers", "0-" + "9" * 5_000],
+        ["requant", "m", "--layers", "²"],
+        ["requant", "m", "--layers", "٣"],
         ["verify", "m", "n"],
     ],
 )

@@ -29,12 +29,13 @@ from kernels.split import merge_split
 from prep import requant as requant_module
 from prep import table_training
 from prep.codecs import Shape, encode, fp4_matrices, train
+from prep.consume import consume_fp4_layer
 from prep.jobs import LOCK
 from prep.layout import layout
 from prep.requant import describe_requant, requant, use_code
 from prep.requant_plan import plan_requant, unfinished_layers
 from prep.solvers.split import exponents_present
-from runtime.artifact import ModelDirectory, read_checksums
+from runtime.artifact import ModelDirectory, read_checksums, read_tables, write_checksums, write_tables
 from runtime.errors import ArtifactError
 from runtime.manifest import CHECKSUMS, CODECS, MANIFEST, TABLES, expert_file, read_manifest, write_manifest
 from runtime.tables import layer_tables, split_table
@@ -280,6 +281,68 @@ def test_consuming_keeps_the_fp4_values_only_once(whole: dict[str, Path]) -> Non
     assert list(read_manifest(model).planes) == ["base", "residual"]
     with ModelDirectory(model) as opened:
         assert set(opened.planes) == {"base", "residual"}
+
+
+def _refused_unchanged(model: Path, codec: str, problem: str) -> None:
+    before = contents(model)
+    with pytest.raises(ArtifactError, match=problem) as caught:
+        requant(model, codec)
+    assert "\n" not in str(caught.value)
+    assert contents(model) == before
+
+
+@pytest.mark.parametrize("codec", ["clip", "quad"])
+def test_without_the_tables_of_split_nothing_is_made_of_base_and_residual(
+    whole: dict[str, Path], tmp_path: Path, codec: str
+) -> None:
+    model = Path(shutil.copytree(whole["consumed"], tmp_path / "model"))
+    requant(model, "quad")
+    tables = read_tables(model, "split")
+    wrong = "split.levels is missing or of another shape, expected the tables of base and residual"
+    write_tables(model, tables | {"split.levels": tables["split.levels"][:, :1]})
+    _refused_unchanged(model, codec, wrong)
+    write_tables(model, {name: tensor for name, tensor in tables.items() if name != "split.levels"})
+    _refused_unchanged(model, codec, wrong)
+    write_tables(model, tables | {"split.exponents": tables["split.exponents"] + 1})
+    _refused_unchanged(model, codec, f"{TABLES}: layer 0 of split.exponents: CRC-32 .*, expected CRC-32 .*; remove")
+    os.truncate(model / TABLES, 30)
+    _refused_unchanged(model, codec, f"{TABLES}: file is damaged, expected the tables of base and residual.*; run prep")
+    (model / TABLES).unlink()
+    _refused_unchanged(model, codec, f"{TABLES}: file is missing, expected the tables of base and residual.*; run prep")
+    (model / TABLES).mkdir()
+    _refused_unchanged(model, codec, f"{TABLES}: a directory, expected a file of prep; remove it")
+    (model / TABLES).rmdir()
+    write_tables(model, tables)
+    checksums = read_checksums(model)
+    write_checksums(model, {name: row for name, row in checksums.items() if name != "split.partitions"})
+    _refused_unchanged(
+        model, codec, f"{CHECKSUMS}: checksum of layer 0 of split.partitions .* is -1, expected a CRC-32"
+    )
+    write_checksums(model, checksums)
+    requant(model, codec)
+
+
+def test_fp4_without_its_checksums_is_not_coded(source: Path, model: Path) -> None:
+    checksums = read_checksums(model)
+    for damaged in ({}, {"fp4": checksums["fp4"][:1]}):
+        write_checksums(model, {"dense": checksums["dense"], **damaged})
+        _refused_unchanged(model, "clip", f"{CHECKSUMS}: tensor fp4 is missing .*; run: prep layout CHECKPOINT {model}")
+    layout(source, model)
+    requant(model, "clip")
+
+
+def test_fp4_stays_if_a_table_has_another_checksum(whole: dict[str, Path], tmp_path: Path) -> None:
+    model = Path(shutil.copytree(whole["split"], tmp_path / "model"))
+    checksums = read_checksums(model)
+    manifest = read_manifest(model)
+    checksums["split.levels"][1] ^= 1
+    write_checksums(model, checksums)
+    config = plan_requant(model, "int2").config
+    with pytest.raises(ArtifactError, match=r"layer 1 of split.levels: CRC-32 .*; run: prep requant --codec split"):
+        consume_fp4_layer(model, config, manifest, 1)
+    assert (model / expert_file("fp4", 1)).exists()
+    requant(model, "split", consume=True)
+    assert not (model / expert_file("fp4", 1)).exists()
 
 
 def test_consuming_can_come_later(whole: dict[str, Path], tmp_path: Path) -> None:
