@@ -34,7 +34,14 @@ def prep(*arguments: object) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize(("codec", "options"), [("clip", []), ("quad", []), ("split", ["--consume", "--yes"])])
+@pytest.mark.parametrize(
+    ("codec", "options"),
+    [
+        pytest.param("clip", [], marks=pytest.mark.slow),
+        pytest.param("quad", [], marks=pytest.mark.slow),
+        ("split", ["--consume", "--yes"]),
+    ],
+)
 def test_layout_requant_verify_open(checkpoint: Path, tmp_path: Path, codec: str, options: list[str]) -> None:
     model = tmp_path / "model"
     prep("layout", checkpoint, model)

@@ -115,6 +115,7 @@ STEPS = {
     "write_checksums": 4,
     "write_manifest": 7,
 }
+FAST_STEPS = ("dense_chunks", "make_directory")
 
 
 @pytest.fixture(scope="module")
@@ -123,7 +124,10 @@ def whole() -> dict[str, bytes]:
     return {}
 
 
-@pytest.mark.parametrize(("step", "call"), STEPS.items())
+@pytest.mark.parametrize(
+    ("step", "call"),
+    [pytest.param(*item, marks=[] if item[0] in FAST_STEPS else [pytest.mark.slow]) for item in STEPS.items()],
+)
 def test_an_interrupted_run_opens_for_nobody_and_resumes_to_the_same_bytes(
     tiny: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole: dict[str, bytes], step: str, call: int
 ) -> None:

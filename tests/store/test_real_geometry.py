@@ -67,7 +67,7 @@ def run(directory: Path, **options: object) -> Tensor:
     return found
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", [pytest.param("split", marks=pytest.mark.slow), "quad"])
 def test_sizes_are_as_stated(models: dict[str, Path], layout: str) -> None:
     directory = models[layout]
     with ModelDirectory(directory) as model:
