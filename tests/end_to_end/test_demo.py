@@ -60,6 +60,29 @@ def test_an_answer_is_text_and_ends(session: Session) -> None:
     assert sum(word.strip(".,;:()'\"").isalpha() for word in words) > len(words) / 2
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("slots", [(6, 0, 0, 0), (40, 60, 0, 0)], ids=["smallest", "evicting"])
+def test_streaming_the_demo_changes_nothing(documents: list[list[int]], slots: tuple[int, ...]) -> None:
+    token_ids = documents[0][:60]
+    held, streamed = open_model(CHECKPOINT), open_model("demo", slots=slots)
+    for session in (held, streamed):
+        session.prefill(token_ids[:20])
+    for token_id in token_ids[20:]:
+        assert torch.equal(streamed.step(token_id), held.step(token_id))
+
+
+@pytest.mark.slow
+def test_a_ladder_on_the_demo_stays_near_exact(session: Session, documents: list[list[int]]) -> None:
+    """2,4 with warm pools on held-out text: worse than exact, far from broken."""
+    token_ids = documents[0][:200]
+    laddered = open_model("demo", ladder="2,4", slots=(60, 60, 60, 60))
+    laddered.logits(token_ids)
+    count = len(token_ids) - 1
+    exact, mixed = (float(loss(each.logits(token_ids), token_ids)) / count for each in (session, laddered))
+    assert exact != mixed
+    assert mixed < exact + 0.5
+
+
 def test_the_shipped_files_are_small() -> None:
     files = [path for path in CHECKPOINT.iterdir() if path.is_file()]
     assert sum(path.stat().st_size for path in files) <= 40_000_000
