@@ -26,7 +26,7 @@ Device = Annotated[str | None, typer.Option("--device", help="cpu, cuda or cuda:
 Dtype = Annotated[str | None, typer.Option("--dtype", help="float32 or bfloat16; default: float32 on the CPU.")]
 Context = Annotated[int | None, typer.Option("--context", help="Tokens of the longest conversation.")]
 Ladder = Annotated[
-    str, typer.Option("--ladder", help="a,b or exact or mass:hi,lo; auto: 2,4 where a 2-bit precision is in use.")
+    str, typer.Option("--ladder", help="a,b or exact or mass:hi,lo; auto: exact if all experts fit, else 2,4.")
 ]
 Renormalise = Annotated[
     bool,

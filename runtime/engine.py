@@ -259,7 +259,7 @@ def open_model(  # noqa: PLR0913 - the public API: one keyword an option
         model: A directory, or "demo", which is prepared on first use.
         device: "cpu", "cuda" or "cuda:i".
         dtype: "float32" or "bfloat16"; None is float32 on the CPU and bfloat16 on CUDA.
-        ladder: "exact", "a,b", "mass:hi,lo", or "auto": 2,4 where a 2-bit precision is in use, else exact.
+        ladder: "exact", "a,b", "mass:hi,lo", or "auto": exact where every expert fits at FP4, else 2,4.
         renormalise: Whether the picks that are left carry the weight of those dropped.
         code: The 2-bit code to use, "int2", "quad2" or "split"; None is the model directory's own.
         slots: Experts held: at FP4 in VRAM and RAM, then at 2-bit only in VRAM and RAM; "F,R,f,r" or four counts.

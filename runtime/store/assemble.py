@@ -76,6 +76,8 @@ def open_store(
     Raises:
         StrawError: The ladder, the pools or the budgets cannot be met.
     """
+    if settings.slots is not None and (settings.vram_bytes is not None or settings.ram_bytes is not None):
+        raise StrawError("--slots together with --vram or --ram: expected counts or budgets, not both; leave one out")
     code = _code(model, settings.code)
     weights = ExpertWeights(
         model.config, model.planes, code, model.read_tables(), dtype=dtype, device=device, round_inputs=round_inputs
@@ -172,6 +174,12 @@ def _memory(pools: dict[str, PoolSizes], layout: Layout, num_picks: int, device:
     strides = {plane: layout.strides[plane] for plane in pools}
     if device.type == "cpu":
         return HostSlots(strides, pools)
+    wanted = sum(strides[plane] * (pool.vram + pool.staging) for plane, pool in pools.items())
+    free, _ = torch.cuda.mem_get_info(device)
+    if wanted > free:
+        raise StrawError(
+            f"slots: {wanted:,} bytes of VRAM, {free:,} are free on {device}, expected that much;{_other_users()} give fewer --slots or a smaller --vram"
+        )
     return CudaSlots(strides, pools, ring_slots=_ring_slots(layout, num_picks), device=device)
 
 
@@ -205,7 +213,11 @@ class _Room(NamedTuple):
         ram = _ram_left(settings.ram_bytes)
         if self.device.type == "cpu":
             # One memory plays both parts: everything is "VRAM" unless the user divides it.
-            vram, ram = (ram, 0) if settings.vram_bytes is None else (settings.vram_bytes - self.used_bytes, ram)
+            if settings.vram_bytes is None:
+                vram, ram = ram, 0
+            else:
+                vram = settings.vram_bytes - self.used_bytes
+                ram -= max(vram, 0) if settings.ram_bytes is None else 0
         else:
             vram = _vram_left(settings.vram_bytes, self.device, self.used_bytes)
             ram -= _ring_slots(layout, num_picks) * max(layout.strides.values())
@@ -221,7 +233,8 @@ def _ram_left(budget_bytes: int | None) -> int:
     """
     available = available_ram_bytes()
     if budget_bytes is None:
-        return available - max(RAM_RESERVE_BYTES, int(available * RAM_RESERVE_SHARE))
+        reserve = max(RAM_RESERVE_BYTES, int(available * RAM_RESERVE_SHARE))
+        return available - min(reserve, available // 2)  # a small machine can still run a small model
     if budget_bytes > available:
         raise StrawError(
             f"--ram {budget_bytes:,} bytes: {available:,} are available, expected no more than that; end other programs or give less"
@@ -252,6 +265,9 @@ def _other_users() -> str:
     if program is None:
         return ""
     query = [program, "--query-compute-apps=pid,process_name,used_memory", "--format=csv,noheader"]
-    listed = subprocess.run(query, capture_output=True, text=True, check=False, timeout=20).stdout.split("\n")
+    try:
+        listed = subprocess.run(query, capture_output=True, text=True, check=False, timeout=5).stdout.split("\n")
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
     users = "; ".join(line.strip() for line in listed if line.strip())
     return f" on the cards: {users};" if users else ""

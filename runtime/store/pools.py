@@ -58,7 +58,7 @@ def parse_slots(slots: str | Sequence[int] | None) -> Slots | None:
     if slots is None:
         return None
     parts = [part.strip() for part in slots.split(",")] if isinstance(slots, str) else [str(count) for count in slots]
-    if len(parts) != len(Slots._fields) or not all(part.isdigit() for part in parts):
+    if len(parts) != len(Slots._fields) or not all(part.isascii() and part.isdecimal() for part in map(_short, parts)):
         raise StrawError(
             f"--slots {slots}: expected four counts F,R,f,r (FP4 in VRAM, in RAM, 2-bit only in VRAM, in RAM), e.g. --slots 1050,1250,100,500"
         )
@@ -85,7 +85,8 @@ def slots_for_bytes(vram_bytes: int, ram_bytes: int, layout: Layout, *, num_expe
         num_picks: Experts of one token: 2-bit gets so many slots in VRAM even where its share is less.
     """
     fp4_vram, two_bit_vram = _share(vram_bytes, FP4_SHARE_VRAM, layout, num_experts, num_picks)
-    fp4_ram, two_bit_ram = _share(ram_bytes, FP4_SHARE_RAM, layout, num_experts - fp4_vram, 0)
+    elsewhere = fp4_vram + two_bit_vram  # an expert that VRAM holds needs no slot in RAM
+    fp4_ram, two_bit_ram = _share(ram_bytes, FP4_SHARE_RAM, layout, max(num_experts - elsewhere, 0), 0)
     return Slots(fp4_vram, fp4_ram, two_bit_vram, two_bit_ram)
 
 
@@ -95,7 +96,13 @@ def _share(num_bytes: int, share: float, layout: Layout, num_experts: int, least
         return max(0, min(num_bytes // layout.fp4_bytes, num_experts)), 0
     fp4_bytes = min(int(num_bytes * share), num_bytes - least * layout.two_bit_bytes)
     fp4 = max(0, min(fp4_bytes // layout.fp4_bytes, num_experts))
-    return fp4, max(0, min((num_bytes - fp4 * layout.fp4_bytes) // layout.two_bit_bytes, num_experts))
+    most = max(num_experts - fp4, least)
+    return fp4, max(0, min((num_bytes - fp4 * layout.fp4_bytes) // layout.two_bit_bytes, most))
+
+
+def _short(digits: str) -> str:
+    """`digits`, or nothing if there are more than any count or size needs: Python refuses to read thousands of them."""
+    return digits if len(digits) <= 20 else ""
 
 
 def parse_bytes(size: str | int | None) -> int | None:
@@ -108,7 +115,8 @@ def parse_bytes(size: str | int | None) -> int | None:
         return size
     for unit, factor in UNITS.items():
         number = size.strip().removesuffix(unit)
-        if number != size.strip() and number.strip().replace(".", "", 1).isdigit():
+        digits = _short(number.strip().replace(".", "", 1))
+        if number != size.strip() and digits.isascii() and digits.isdecimal():
             return int(float(number) * factor)
     raise StrawError(
         f"size {size!r}: expected a number with its unit, e.g. 24GB, 512MB or 8GiB; correct --vram or --ram"

@@ -103,6 +103,8 @@ class HostSlots:
         pass
 
     def close(self) -> None:
+        self._vram.clear()
+        self._ram.clear()
         self._arena.close()
 
 
@@ -131,6 +133,8 @@ class CudaSlots:
         self._stream = torch.cuda.Stream(device)
         self._arrivals: dict[Slot, torch.cuda.Event] = {}  # the copy into a slot that no kernel has waited for yet
         self._last_uses: dict[Slot, torch.cuda.Event] = {}  # the last kernel that read a slot
+        # The buffers may be memory that kernels issued before still use, which only their own stream would wait for.
+        torch.cuda.synchronize(device)
 
     def view(self, plane: str, vram_slot: int) -> Tensor:
         return self._vram[plane][vram_slot]
@@ -172,6 +176,8 @@ class CudaSlots:
 
     def close(self) -> None:
         torch.cuda.synchronize(self._device)
+        for held in (self._vram, self._ram, self._targets, self._free_ring):
+            held.clear()
         self._arena.close()
 
     def _copy_in(self, plane: str, vram_slot: int, source: Tensor) -> torch.cuda.Event:

@@ -78,7 +78,7 @@ class TieredStore:
                 "expert store: an earlier call was cut off inside a layer, expected every call to end; open the model again"
             )
         output = torch.zeros(*topk_ids.shape, x.shape[-1], device=x.device)
-        # The one synchronisation of the layer: everything below is decided by integers on the host.
+        # Here the host waits for the router; everything below is decided by integers.
         work = self._plan(layer_idx, topk_ids.tolist(), topk_weights.tolist())
         for wave in self._waves(work):
             self._run_wave(wave, x, output)
@@ -187,11 +187,12 @@ class TieredStore:
         return waiting
 
     def _compute(self, item: Work, x: Tensor, output: Tensor) -> None:
+        # First, since these small copies wait for the stream, which must not wait for this slab's arrival yet.
+        tokens, ranks = (torch.tensor(numbers, device=x.device) for numbers in (item.tokens, item.ranks))
+        route_weights = torch.tensor(item.weights, dtype=torch.float32, device=x.device)
         places = {plane: self._residency.place(plane, key) for plane, key in item.slabs}
         slots = [(plane, place.slot_id) for plane, place in places.items() if place is not None]
         self._memory.before_use(slots)
-        tokens, ranks = (torch.tensor(numbers, device=x.device) for numbers in (item.tokens, item.ranks))
-        route_weights = torch.tensor(item.weights, dtype=torch.float32, device=x.device)
         slabs = {plane: self._memory.view(plane, slot_id) for plane, slot_id in slots}
         picks = self._weights.apply(*item.key, item.rung, slabs, x[tokens], route_weights)
         output[tokens, ranks] = picks.float()
