@@ -29,6 +29,7 @@ from runtime.errors import StoreError, StrawError
 from runtime.store import assemble, slots
 from runtime.store.arena import HostArena
 from runtime.store.reader import SlabReader
+from runtime.store.residency import Residency
 
 NUM_PICKS = 3
 NUM_EXPERTS = 12
@@ -123,6 +124,22 @@ def test_the_order_of_arrival_changes_nothing(
     reads_by(delayed(seed=2))
     session = open_model(model, code=code, slots=POOLS["evicting"])
     assert torch.equal(run(session, TOKENS[:70]), expected[:51])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("code", ["quad2", "split"])
+def test_random_eviction_changes_nothing(
+    model: Path, expected: Tensor, code: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    draw = random.Random(9)
+
+    def any_victim(self: Residency, pools: Any, plane: str) -> Any:
+        victims = sorted(key for key in pools[plane].slot_of if self._may_go(pools, plane, key))
+        return draw.choice(victims) if victims else None
+
+    monkeypatch.setattr(Residency, "_coldest", any_victim)
+    session = open_model(model, code=code, slots=POOLS["evicting"])
+    assert torch.equal(run(session), expected)
 
 
 @pytest.fixture(scope="module")
