@@ -15,71 +15,26 @@ from torch import Tensor
 
 from artifacts.demo.forward import Weights
 from kernels.formats import Matrix, dequantize_fp4, dequantize_fp8_block, quantize_fp4, quantize_fp8_block
+from prep.released_config import V4_FLASH
 from runtime.checkpoint import dense_tensors, write_checkpoint
 from runtime.config import ModelConfig
 
 SHARD_BYTES = 12_000_000
 
-CONFIG: dict[str, Any] = {
-    "architectures": ["DeepseekV4ForCausalLM"],
-    "model_type": "deepseek_v4",
-    "attention_bias": False,
-    "attention_dropout": 0.0,
-    "bos_token_id": 0,
-    "eos_token_id": 1,
+CONFIG: dict[str, Any] = V4_FLASH | {
     "compress_ratios": [0, 0, 4, 128, 4, 128, 4, 128, 0],
-    "compress_rope_theta": 160000,
-    "expert_dtype": "fp4",
-    "hc_eps": 1e-06,
-    "hc_mult": 4,
-    "hc_sinkhorn_iters": 20,
     "head_dim": 128,
-    "hidden_act": "silu",
     "hidden_size": 256,
-    "index_head_dim": 128,
     "index_n_heads": 16,
-    "index_topk": 512,
-    "initializer_range": 0.02,
     "max_position_embeddings": 2048,
     "moe_intermediate_size": 128,
     "n_routed_experts": 48,
-    "n_shared_experts": 1,
-    "norm_topk_prob": True,
     "num_attention_heads": 4,
-    "num_experts_per_tok": 6,
     "num_hash_layers": 2,
     "num_hidden_layers": 8,
-    "num_key_value_heads": 1,
-    "num_nextn_predict_layers": 1,
     "o_groups": 2,
     "o_lora_rank": 128,
     "q_lora_rank": 128,
-    "qk_rope_head_dim": 64,
-    "quantization_config": {
-        "activation_scheme": "dynamic",
-        "fmt": "e4m3",
-        "quant_method": "fp8",
-        "scale_fmt": "ue8m0",
-        "weight_block_size": [128, 128],
-    },
-    "rms_norm_eps": 1e-06,
-    "rope_scaling": {
-        "beta_fast": 32,
-        "beta_slow": 1,
-        "factor": 16,
-        "original_max_position_embeddings": 65536,
-        "type": "yarn",
-    },
-    "rope_theta": 10000,
-    "routed_scaling_factor": 1.5,
-    "scoring_func": "sqrtsoftplus",
-    "sliding_window": 128,
-    "swiglu_limit": 10.0,
-    "tie_word_embeddings": False,
-    "topk_method": "noaux_tc",
-    "torch_dtype": "bfloat16",
-    "transformers_version": "4.57.1",
-    "use_cache": True,
     "vocab_size": 8192,
 }
 GENERATION = {"bos_token_id": 0, "eos_token_id": 1, "do_sample": True, "temperature": 0.7, "top_p": 0.95}

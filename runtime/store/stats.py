@@ -13,7 +13,6 @@ from typing import Any
 from runtime.ladder import Rung
 
 WINDOW_TOKENS = 64
-TIERS = ("VRAM", "RAM", "NVMe")
 
 
 @dataclass(slots=True)
