@@ -283,7 +283,8 @@ def open_model(  # noqa: PLR0913 - the public API: one keyword an option
     source = open_source(directory)
     try:
         state = State(source.config, _context(context, source.config), number, place)
-        weights = build_model(source, number, place, rounding)
+        # A card's memory is for experts; on the CPU the dense weights are small beside them and speed counts.
+        weights = build_model(source, number, place, rounding, keep_fp8=place.type == "cuda")
         if isinstance(source, Checkpoint):
             experts = _resident(source, ladder, number, place, rounding)
             return Session(weights, experts, state, load_tokenizer(directory), directory)
@@ -303,7 +304,7 @@ def open_model(  # noqa: PLR0913 - the public API: one keyword an option
             dtype=number,
             device=place,
             round_inputs=rounding.linear,
-            used_bytes=_tensor_bytes(weights) + _tensor_bytes(state.layers),
+            used_bytes=_tensor_bytes([weights, state.layers], place.type),
             warn=warn,
         )
         return Session(weights, store, state, load_tokenizer(directory), directory)
@@ -324,13 +325,13 @@ def _resident(
     return experts
 
 
-def _tensor_bytes(part: object) -> int:
-    """Bytes of all tensors in nested dataclasses, tuples and lists."""
+def _tensor_bytes(part: object, kind: str) -> int:
+    """Bytes of all tensors on devices of this kind in nested dataclasses, tuples and lists."""
     if isinstance(part, Tensor):
-        return part.nbytes
-    if isinstance(part, list | tuple):
-        return sum(map(_tensor_bytes, part))
-    return sum(_tensor_bytes(getattr(part, item.name)) for item in fields(part)) if is_dataclass(part) else 0
+        return part.nbytes if part.device.type == kind else 0
+    if is_dataclass(part):
+        part = [getattr(part, item.name) for item in fields(part)]
+    return sum(_tensor_bytes(item, kind) for item in part) if isinstance(part, list | tuple) else 0
 
 
 def open_source(directory: Path) -> Checkpoint | ModelDirectory:

@@ -33,11 +33,12 @@ class PlainModel:
         rounding: ActivationRounding | None = None,
         device: str = "cpu",
         dtype: torch.dtype = torch.float32,
+        keep_fp8: bool = False,
     ) -> PlainModel:
         """Opens `directory`."""
         rounding, place = rounding or ActivationRounding(), torch.device(device)
         checkpoint = Checkpoint(directory)
-        model = build_model(checkpoint, dtype, place, rounding)
+        model = build_model(checkpoint, dtype, place, rounding, keep_fp8)
         experts = ResidentExperts(checkpoint, dtype, place, rounding.linear)
         checkpoint.close()
         return cls(model, experts, dtype, place)

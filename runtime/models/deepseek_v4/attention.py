@@ -9,7 +9,7 @@ from torch import Tensor
 
 from runtime.models.deepseek_v4.compressor import Compressor, round_kv
 from runtime.models.deepseek_v4.indexer import Indexer
-from runtime.models.deepseek_v4.layers import Linear, apply_rope, rms_norm, rope_angles
+from runtime.models.deepseek_v4.layers import Linear, Weight, apply_rope, dense, rms_norm, rope_angles
 from runtime.models.deepseek_v4.state import LayerState
 
 
@@ -23,12 +23,13 @@ class Attention:
     wkv: Linear
     kv_norm: Tensor
     sink: Tensor
-    wo_a: Tensor  # [groups, o_lora_rank, heads_per_group * head_dim]
+    wo_a: Weight  # [groups * o_lora_rank, heads_per_group * head_dim]
     wo_b: Linear
     compressor: Compressor | None
     indexer: Indexer | None
     frequencies: Tensor
     num_heads: int
+    num_groups: int
     norm_eps: float
     round_kv: bool
 
@@ -74,8 +75,9 @@ class Attention:
 
     def _project(self, heads: Tensor) -> Tensor:
         """Grouped output projection of [T, H, d]: each group of heads to its own low rank, then all to [T, D]."""
-        grouped = heads.flatten(1).unflatten(-1, (self.wo_a.shape[0], -1))
-        return self.wo_b(torch.einsum("tgi,goi->tgo", grouped, self.wo_a).flatten(1))
+        grouped = heads.flatten(1).unflatten(-1, (self.num_groups, -1))
+        wo_a = dense(self.wo_a).unflatten(0, (self.num_groups, -1))
+        return self.wo_b(torch.einsum("tgi,goi->tgo", grouped, wo_a).flatten(1))
 
 
 def attend(queries: Tensor, keys: Tensor, allowed: Tensor, sink: Tensor) -> Tensor:

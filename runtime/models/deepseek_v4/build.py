@@ -8,13 +8,13 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from kernels.formats import Matrix, dequantize_fp8_block
+from kernels.formats import Matrix
 from runtime.config import ModelConfig
 from runtime.models.deepseek_v4.attention import Attention
 from runtime.models.deepseek_v4.compressor import Compressor
 from runtime.models.deepseek_v4.hyper_connections import HyperConnection, HyperHead
 from runtime.models.deepseek_v4.indexer import Indexer
-from runtime.models.deepseek_v4.layers import Linear, rope_frequencies
+from runtime.models.deepseek_v4.layers import Fp8Matrix, Linear, Weight, dense, rope_frequencies
 from runtime.models.deepseek_v4.model import Block, DeepseekV4
 from runtime.models.deepseek_v4.moe import MixtureOfExperts, Router
 from runtime.models.rounding import ActivationRounding
@@ -31,16 +31,17 @@ class DenseSource(Protocol):
 
 
 def build_model(
-    source: DenseSource, dtype: torch.dtype, device: torch.device, rounding: ActivationRounding
+    source: DenseSource, dtype: torch.dtype, device: torch.device, rounding: ActivationRounding, keep_fp8: bool = False
 ) -> DeepseekV4:
     """The model with its dense weights in `dtype` on `device`; float32 tensors (router bias, hyper-connections) stay float32.
 
-    FP8 matrices are dequantised here, exactly, into bfloat16 or float32.
+    FP8 matrices are dequantised here, exactly; with `keep_fp8` at each use instead, which takes half the memory and gives the
+    same bits. The embedding stays in host memory.
     """
-    config, place = source.config, _Placer(source, dtype, device, rounding)
+    config, place = source.config, _Placer(source, dtype, device, rounding, keep_fp8)
     return DeepseekV4(
         config=config,
-        embed=place.plain("embed.weight"),
+        embed=source.read("embed.weight").to(dtype),
         blocks=tuple(_block(place, config, layer_idx) for layer_idx in range(config.num_hidden_layers)),
         hyper_head=HyperHead(
             fn=place.plain("hc_head_fn"),
@@ -60,14 +61,16 @@ class _Placer:
     dtype: torch.dtype
     device: torch.device
     rounding: ActivationRounding
+    keep_fp8: bool
 
     def plain(self, name: str) -> Tensor:
         tensor = self.source.read(name)
         return tensor.to(self.device, self.dtype if tensor.dtype == torch.bfloat16 else tensor.dtype)
 
-    def matrix(self, stem: str) -> Tensor:
+    def matrix(self, stem: str) -> Weight:
         scales = self.source.read(f"{stem}.scale").view(torch.uint8).to(self.device)
-        return dequantize_fp8_block(Matrix(self.source.read(f"{stem}.weight").to(self.device), scales), self.dtype)
+        matrix = Fp8Matrix(Matrix(self.source.read(f"{stem}.weight").to(self.device), scales), self.dtype)
+        return matrix if self.keep_fp8 else dense(matrix)
 
     def linear(self, stem: str) -> Linear:
         return Linear(self.matrix(stem), self.rounding.linear)
@@ -108,12 +111,13 @@ def _attention(place: _Placer, config: ModelConfig, layer_idx: int) -> Attention
         wkv=place.linear(f"{stem}.wkv"),
         kv_norm=place.plain(f"{stem}.kv_norm.weight"),
         sink=place.plain(f"{stem}.attn_sink"),
-        wo_a=place.matrix(f"{stem}.wo_a").unflatten(0, (config.o_groups, -1)),
+        wo_a=place.matrix(f"{stem}.wo_a"),
         wo_b=place.linear(f"{stem}.wo_b"),
         compressor=compressor,
         indexer=_indexer(place, config, f"{stem}.indexer", frequencies) if ratio == 4 else None,
         frequencies=frequencies,
         num_heads=config.num_attention_heads,
+        num_groups=config.o_groups,
         norm_eps=config.rms_norm_eps,
         round_kv=place.rounding.kv,
     )

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.formats import BLOCK_SIZE
+from kernels.formats import BLOCK_SIZE, Matrix, dequantize_fp8_block
 from kernels.rounding import round_to_e4m3
 from runtime.config import ModelConfig
 
@@ -26,14 +26,30 @@ def linear_float32(x: Tensor, weight: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class Linear:
-    """y = weight · x for an FP8 or FP4 matrix [N, K], dequantised; rounds its input to E4M3 if `round_input` (rule A)."""
+class Fp8Matrix:
+    """A released FP8-block matrix [N, K] as it lies on disk; `dense` gives its exact values in `dtype`."""
 
-    weight: Tensor
+    packed: Matrix
+    dtype: torch.dtype
+
+
+Weight = Tensor | Fp8Matrix
+
+
+def dense(weight: Weight) -> Tensor:
+    """The values [N, K]: the tensor itself, or those of an FP8 matrix, newly allocated."""
+    return weight if isinstance(weight, Tensor) else dequantize_fp8_block(weight.packed, weight.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class Linear:
+    """y = weight · x for an FP8 matrix [N, K]; rounds its input to E4M3 if `round_input` (rule A)."""
+
+    weight: Weight
     round_input: bool
 
     def __call__(self, x: Tensor) -> Tensor:
-        return F.linear(round_to_e4m3(x, BLOCK_SIZE) if self.round_input else x, self.weight)
+        return F.linear(round_to_e4m3(x, BLOCK_SIZE) if self.round_input else x, dense(self.weight))
 
 
 def rope_frequencies(config: ModelConfig, compressed: bool) -> Tensor:

@@ -65,7 +65,10 @@ class DeepseekV4:
             observer: Sees every router's input and picks.
         """
         eps = self.config.rms_norm_eps
-        streams = self.embed[token_ids][:, None].expand(-1, self.config.hc_mult, -1)
+        embedded = self.embed[token_ids.to(self.embed.device)].to(
+            token_ids.device
+        )  # the embedding may stay on the host
+        streams = embedded[:, None].expand(-1, self.config.hc_mult, -1)
         for block, layer_state in zip(self.blocks, state.layers, strict=True):
             streams = block.attend(streams, layer_state, state.position, eps)
             streams = block.feed_forward(streams, token_ids, experts, observer, eps)

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.expert import expert_ffn
-from runtime.models.deepseek_v4.layers import linear_float32
+from runtime.models.deepseek_v4.layers import Weight, dense, linear_float32
 from runtime.models.experts import ExpertProvider, RouterObserver
 
 
@@ -42,9 +42,9 @@ class MixtureOfExperts:
 
     layer_idx: int
     router: Router
-    w1: Tensor
-    w3: Tensor
-    w2: Tensor
+    w1: Weight
+    w3: Weight
+    w2: Weight
     limit: float
     round_inputs: bool
 
@@ -59,5 +59,6 @@ class MixtureOfExperts:
         total = picks[:, 0]
         for rank in range(1, picks.shape[1]):
             total = total + picks[:, rank]
-        shared = expert_ffn(x, self.w1, self.w3, self.w2, limit=self.limit, round_inputs=self.round_inputs)
+        w1, w3, w2 = dense(self.w1), dense(self.w3), dense(self.w2)
+        shared = expert_ffn(x, w1, w3, w2, limit=self.limit, round_inputs=self.round_inputs)
         return (total + shared.float()).to(x.dtype)
