@@ -23,12 +23,13 @@ import torch
 from torch import Tensor
 
 from kernels.formats import CODES, PLANES, split_slab
-from prep.jobs import compute_device, say
+from prep.jobs import say
 from prep.requant import WRITERS, describe_requant, requant
 from prep.slab_io import BlockRing, SlabFile, batches, read_ahead
 from runtime.artifact import DENSE_CHECKSUMS, dense_file_specs, safetensors_header, write_checksums
 from runtime.checkpoint import dense_tensors
 from runtime.config import ModelConfig
+from runtime.devices import compute_device
 from runtime.errors import StrawError
 from runtime.files import make_directory, remove_file, replacing
 from runtime.manifest import (

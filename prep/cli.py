@@ -54,6 +54,13 @@ class SynthCodec(StrEnum):
     NONE = "none"
 
 
+class PredictorKind(StrEnum):
+    """Predictors that are trained."""
+
+    MLP = "mlp"
+    LINEAR = "linear"
+
+
 class SynthConfig(StrEnum):
     """Released models whose shape can be made."""
 
@@ -111,8 +118,8 @@ def requant_command(
     if consume and codec is not Codec.SPLIT:
         raise typer.BadParameter("--consume needs --codec split: the other codes do not hold the FP4 values")
     wanted = _layers(layers)
-    from prep.jobs import compute_device
     from prep.requant import DEFAULT_CODEC, describe_requant, requant, use_code
+    from runtime.devices import compute_device
 
     directory = _directory(model)
     if code:
@@ -164,9 +171,9 @@ def synth_command(
     dry_run: DryRun = False,
 ) -> None:
     """Make a model of real geometry from random weights, without a download. A run that was cut off goes on."""
-    from prep.jobs import compute_device
     from prep.synth import synth
     from prep.synth_plan import SynthSettings, describe_synth
+    from runtime.devices import compute_device
 
     name = None if codec is SynthCodec.NONE else codec.value
     settings = SynthSettings(config.value, unique_layers, layers, experts, vocab, name, seed)
@@ -175,6 +182,96 @@ def synth_command(
         return
     plan = synth(model, settings, compute_device(device))
     print(f"{model}: complete, {plan.config.num_hidden_layers} layers in {plan.disk_bytes:,} bytes")
+
+
+@app.command("train-predictor")
+def train_predictor_command(
+    model: Model = Path("demo"),
+    trace: Annotated[
+        Path | None, typer.Option("--trace", help="Directory of prep trace; default: MODEL/trace.")
+    ] = None,
+    kind: Annotated[PredictorKind, typer.Option("--kind", help="What is trained to be kept.")] = PredictorKind.MLP,
+    epochs: Annotated[float, typer.Option("--epochs", help="Passes over the training tokens.")] = 10.0,
+    steps: Annotated[int | None, typer.Option("--steps", help="Batches to train on, instead of --epochs.")] = None,
+    batch: Annotated[int, typer.Option("--batch", help="Tokens of a batch, each in all of its layers.")] = 256,
+    width: Annotated[int, typer.Option("--width", help="Of the two hidden layers.")] = 1536,
+    held_out: Annotated[float, typer.Option("--held-out", help="Share of the tokens to measure on.")] = 0.1,
+    seed: Annotated[int, typer.Option("--seed", min=0)] = 0,
+    device: Annotated[str | None, typer.Option("--device", help="cpu, cuda or cuda:i; default: cuda if any.")] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", help="File to write; default: MODEL/predictor.safetensors.")
+    ] = None,
+) -> None:
+    """Train on a routing trace which experts the layers ahead will need. A run that was cut off starts over."""
+    import json
+
+    from prep.predictor_report import describe, draw, to_json
+    from prep.train_predictor import Settings, train_predictor
+
+    settings = Settings(trace, out, epochs, steps, batch, width, device, seed, held_out, kind.value)
+    outcome = train_predictor(_directory(model), settings)
+    print(describe(outcome))
+    print(draw(outcome))
+    print(json.dumps(to_json(outcome)))
+
+
+@app.command("trace")
+def trace_command(
+    model: Model = Path("demo"),
+    text: Annotated[
+        list[Path], typer.Option("--text", help="A text file, one document; or .jsonl, one a line with the key text.")
+    ] = [],  # noqa: B006 - typer copies it
+    tokens: Annotated[int | None, typer.Option("--tokens", help="At most so many, over all documents.")] = None,
+    generate: Annotated[
+        int, typer.Option("--generate", help="Tokens of its own that the model adds to each document's beginning.")
+    ] = 0,
+    prompt_tokens: Annotated[int, typer.Option("--prompt-tokens", help="That beginning, with --generate.")] = 64,
+    temperature: Annotated[float, typer.Option("--temperature", help="With --generate; 0 is greedy.")] = 1.0,
+    seed: Annotated[int, typer.Option("--seed", help="With --generate, of the sampler.")] = 0,
+    routing_only: Annotated[bool, typer.Option("--routing-only", help="Leave the hidden states out.")] = False,
+    device: Annotated[str | None, typer.Option("--device", help="cpu, cuda or cuda:i; default: cuda if any.")] = None,
+    dtype: Annotated[str | None, typer.Option("--dtype", help="float32 or bfloat16; default: float32 on cpu.")] = None,
+    ladder: Annotated[str, typer.Option("--ladder", help="a,b or exact or mass:hi,lo.")] = "exact",
+    vram: Annotated[str | None, typer.Option("--vram", help="Budget for all the process uses there.")] = None,
+    ram: Annotated[str | None, typer.Option("--ram", help="Budget for all the process uses there.")] = None,
+    slots: Annotated[str | None, typer.Option("--slots", help="F,R,f,r as of runtime generate.")] = None,
+    out: Annotated[Path | None, typer.Option("--out", help="Trace directory; default: trace in the model's.")] = None,
+    report: Annotated[
+        bool, typer.Option("--report", help="Print what the trace says; alone, of one made before.")
+    ] = False,
+    dry_run: DryRun = False,
+) -> None:
+    """Run the model on text and record what each router saw and chose. A run that was cut off goes on."""
+    if not text and (dry_run or not report):
+        raise typer.BadParameter("expected --text FILE, or --report for a trace made before")
+    directory = _directory(model)
+    from prep.trace import TRACE, TraceOptions, describe_trace, trace
+    from prep.trace_report import print_lines
+
+    place = out or directory / TRACE
+    options = TraceOptions(
+        tokens=tokens,
+        generate=generate,
+        prompt_tokens=prompt_tokens,
+        temperature=temperature,
+        seed=seed,
+        routing_only=routing_only,
+        device=device,
+        dtype=dtype,
+        ladder=ladder,
+        vram=vram,
+        ram=ram,
+        slots=slots,
+    )
+    if dry_run:
+        print(describe_trace(directory, text, options, place))
+        return
+    if text:
+        made = trace(directory, text, options, place)
+        print(f"{place}: complete, {made.num_tokens:,} tokens in {len(made.documents):,} documents")
+    if report:
+        for lines in print_lines(place):
+            print(lines)
 
 
 def _directory(model: Path) -> Path:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fcntl
 import os
-import re
 import shutil
 import sys
 from collections.abc import Iterator
@@ -12,12 +11,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 from tqdm import tqdm
 
 from runtime.artifact import byte_view
-from runtime.errors import ArtifactError, StrawError
+from runtime.errors import ArtifactError
 from runtime.files import make_directory
 from runtime.manifest import MANIFEST, Manifest
 
@@ -111,23 +109,6 @@ def expert_progress(total_experts: int, what: str, bytes_each: int) -> ExpertBar
     bar = ExpertBar(total=total_experts, desc=what, unit="expert", disable=None)
     bar.bytes_each = bytes_each
     return bar
-
-
-def compute_device(name: str | None) -> str:
-    """`name` as "cpu", "cuda" or "cuda:i"; without one the best there is: "cuda" where there is a CUDA device, else "cpu".
-
-    Raises:
-        StrawError: It is no device of this machine.
-    """
-    found = torch.cuda.device_count()
-    if name is None:
-        return "cuda" if found else "cpu"
-    match = re.fullmatch(r"cpu(?::0)?|cuda(?::([0-9]{1,4}))?", name)
-    if match is None or (name.startswith("cuda") and int(match[1] or 0) >= found):
-        raise StrawError(f"device is {name!r}, expected cpu or one of {found} CUDA devices (cuda:i); correct --device")
-    if name.startswith("cpu"):
-        return "cpu"
-    return f"cuda:{int(match[1])}" if match[1] else "cuda"
 
 
 def say(line: str) -> None:

@@ -182,9 +182,10 @@ def _system_text(text: str) -> str:
 
 
 def _open(model: str, *, device: str | None, **options: Any) -> Session:
-    from runtime.engine import best_device, open_model
+    from runtime.devices import compute_device
+    from runtime.engine import open_model
 
-    device = device or best_device()
+    device = compute_device(device)
     session = open_model(model, device=device, warn=lambda line: typer.echo(line, err=True), **options)
     typer.echo(f"{model} on {device}, {session.context:,} tokens of context, {session.experts_line}", err=True)
     return session

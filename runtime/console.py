@@ -10,6 +10,7 @@ from pathlib import Path
 
 import typer
 
+from predictor.errors import PredictorError
 from runtime.errors import StrawError
 
 
@@ -27,7 +28,7 @@ def run_cli(app: typer.Typer, arguments: list[str] | None = None) -> None:
             app(arguments)
         finally:
             sys.stdout.flush()  # here, where a pipe that has closed is still ours to handle
-    except StrawError as error:
+    except (StrawError, PredictorError) as error:
         print("error:", " ".join(str(error).splitlines()), file=sys.stderr)
         raise SystemExit(1) from None
     except BrokenPipeError:

@@ -23,6 +23,7 @@ from runtime.artifact import MANIFEST, ModelDirectory
 from runtime.checkpoint import INDEX, Checkpoint
 from runtime.config import ModelConfig
 from runtime.demo import DEMO_NAME, prepared_demo
+from runtime.devices import compute_device
 from runtime.errors import ArtifactError, ContextFullError, StrawError
 from runtime.ladder import check_precisions, parse_ladder
 from runtime.models.deepseek_v4.build import build_model
@@ -275,19 +276,20 @@ def open_model(  # noqa: PLR0913 - the public API: one keyword an option
     Raises:
         StrawError: The directory, the device or an option is not usable; one line that says why.
     """
-    place, rounding = _device(device), rounding or ActivationRounding()
+    place, rounding = torch.device(compute_device(device)), rounding or ActivationRounding()
     number = _dtype(dtype, place)
     if prefetch != "off":
         raise StrawError(f"prefetch is {prefetch!r}, expected 'off'; correct --prefetch")
     directory = prepared_demo() if model == DEMO_NAME else Path(model)
     source = open_source(directory)
     try:
+        tokenizer = load_tokenizer(directory)
         state = State(source.config, _context(context, source.config), number, place)
         # A card's memory is for experts; on the CPU the dense weights are small beside them and speed counts.
         weights = build_model(source, number, place, rounding, keep_fp8=place.type == "cuda")
         if isinstance(source, Checkpoint):
             experts = _resident(source, ladder, number, place, rounding)
-            return Session(weights, experts, state, load_tokenizer(directory), directory)
+            return Session(weights, experts, state, tokenizer, directory)
         settings = StoreSettings(
             ladder=ladder,
             renormalise=renormalise,
@@ -307,7 +309,7 @@ def open_model(  # noqa: PLR0913 - the public API: one keyword an option
             used_bytes=_tensor_bytes([weights, state.layers], place.type),
             warn=warn,
         )
-        return Session(weights, store, state, load_tokenizer(directory), directory)
+        return Session(weights, store, state, tokenizer, directory)
     except BaseException:
         source.close()
         raise
@@ -348,24 +350,6 @@ def open_source(directory: Path) -> Checkpoint | ModelDirectory:
     raise ArtifactError(
         f"{directory}: {found}, expected a model directory or a released checkpoint; run: prep layout CHECKPOINT MODEL"
     )
-
-
-def best_device() -> str:
-    """ "cuda" where there is a CUDA device, else "cpu"."""
-    return "cuda" if torch.cuda.is_available() else "cpu"
-
-
-def _device(name: str) -> torch.device:
-    kind, _, number = name.partition(":")
-    if kind not in ("cpu", "cuda") or (number and not (number.isascii() and number.isdecimal())):
-        raise StrawError(f"device is {name!r}, expected cpu, cuda or cuda:i; correct --device")
-    if kind == "cpu":
-        return torch.device("cpu")
-    if int(number or 0) >= torch.cuda.device_count():
-        raise StrawError(
-            f"device is {name!r}, found {torch.cuda.device_count()} CUDA devices; use --device cpu, or check the driver"
-        )
-    return torch.device(name)
 
 
 def _dtype(name: str | None, device: torch.device) -> torch.dtype:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
-import subprocess
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,22 +13,17 @@ from runtime.artifact import ModelDirectory
 from runtime.errors import StrawError
 from runtime.expert_weights import ExpertWeights
 from runtime.ladder import AnyLadder, Ladder, Rung, check_precisions, parse_ladder
-from runtime.store.arena import available_ram_bytes
+from runtime.store.budgets import Budgets, bytes_left, check_fits, scarcity_watch
 from runtime.store.policies import ExpertKey
-from runtime.store.pools import Layout, Slots, pool_sizes, slots_for_bytes
+from runtime.store.pools import Layout, Shares, Slots, pool_sizes, slots_for_bytes
 from runtime.store.reader import SlabReader
 from runtime.store.residency import PoolSizes, Residency, check_pools
 from runtime.store.slab_files import SlabFiles
 from runtime.store.slots import CudaSlots, HostSlots, SlotMemory
 from runtime.store.store import TieredStore
+from runtime.store.tuned import read_tuned
 
 AUTO = "auto"
-WORKSPACE_BYTES = (
-    1_500_000_000  # what a card needs beside weights, state and slots: activations, dequantised experts, CUDA
-)
-SCARCE_BYTES = 200_000_000  # free memory of a card below which the next allocation of anybody may fail
-RAM_RESERVE_BYTES = 4_000_000_000
-RAM_RESERVE_SHARE = 0.15
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,11 +79,15 @@ def open_store(
     ladder = _ladder(settings, weights, room)
     layout = _layout(model, weights, ladder)
     num_picks = model.config.num_experts_per_tok
-    pools = pool_sizes(room.slots(layout), layout, staging=_staging_slots(num_picks))
+    slots = room.slots(layout, _shares(model, ladder))
+    pools = pool_sizes(slots, layout, staging=_staging_slots(num_picks))
     check_pools(pools, _demanded(ladder, layout, num_picks), num_picks)
+    # All that can be found wrong with the directories comes before memory is taken and threads are started.
+    residency, directories = _residency(model, pools), _directories(model, settings.mirrors)
+    checksums = model.read_checksums() if settings.verify_reads else {}
     memory = _memory(pools, layout, num_picks, device)
-    files = SlabFiles(model, SlabReader(_directories(model, settings.mirrors), warn=warn), settings.verify_reads)
-    return TieredStore(weights, _residency(model, pools), memory, files, ladder, watch=_watch(device, warn))
+    files = SlabFiles(model, SlabReader(directories, warn=warn), checksums)
+    return TieredStore(weights, residency, memory, files, ladder, watch=scarcity_watch(device, warn))
 
 
 def _layout(model: ModelDirectory, weights: ExpertWeights, ladder: AnyLadder) -> Layout:
@@ -98,6 +95,14 @@ def _layout(model: ModelDirectory, weights: ExpertWeights, ladder: AnyLadder) ->
     exact = ladder.is_exact(model.config.num_experts_per_tok)
     strides = {name: record.slab_stride_bytes for name, record in model.planes.items()}
     return Layout(weights.planes(Rung.FP4), () if exact else weights.planes(Rung.TWO_BIT), strides)
+
+
+def _shares(model: ModelDirectory, ladder: AnyLadder) -> Shares:
+    """What FP4 gets of the bytes for pools: none or all where the ladder reads one precision only, else the tuned shares."""
+    num_picks = model.config.num_experts_per_tok
+    if not ladder.needs_two_bit(num_picks):
+        return Shares(1.0, 1.0)
+    return read_tuned(model.directory).shares if ladder.needs_fp4(num_picks) else Shares(0.0, 0.0)
 
 
 def _residency(model: ModelDirectory, pools: dict[str, PoolSizes]) -> Residency:
@@ -110,22 +115,6 @@ def _residency(model: ModelDirectory, pools: dict[str, PoolSizes]) -> Residency:
         ExpertKey(layer, expert): n for layer, row in enumerate(counts.tolist()) for expert, n in enumerate(row) if n
     }
     return Residency(pools, heat=uses, heat_tokens=num_tokens)
-
-
-def _watch(device: torch.device, warn: Callable[[str], None]) -> Callable[[], None]:
-    """Looks whether others have taken the card's memory since the start; says so each time it gets scarce."""
-    scarce = False
-
-    def watch() -> None:
-        nonlocal scarce
-        free, _ = torch.cuda.mem_get_info(device)
-        if free < SCARCE_BYTES and not scarce:
-            warn(
-                f"{device}: only {free:,} bytes of memory are free;{_other_users()} a driver may now page, and speed fall"
-            )
-        scarce = free < SCARCE_BYTES
-
-    return watch if device.type == "cuda" else lambda: None
 
 
 def _directories(model: ModelDirectory, mirrors: Sequence[Path]) -> list[Path]:
@@ -154,7 +143,7 @@ def _ladder(settings: StoreSettings, weights: ExpertWeights, room: _Room) -> Any
     has_two_bit = bool(weights.planes(Rung.TWO_BIT))
     if settings.ladder == AUTO:
         exact = Ladder.exact(num_picks)
-        slots = room.slots(_layout(model, weights, exact))
+        slots = room.slots(_layout(model, weights, exact), _shares(model, exact))
         holds_all = slots.fp4_vram + slots.fp4_ram >= room.num_experts
         fits = has_two_bit and not holds_all
         return Ladder(min(2, num_picks), min(4, num_picks), settings.renormalise) if fits else exact
@@ -174,12 +163,7 @@ def _memory(pools: dict[str, PoolSizes], layout: Layout, num_picks: int, device:
     strides = {plane: layout.strides[plane] for plane in pools}
     if device.type == "cpu":
         return HostSlots(strides, pools)
-    wanted = sum(strides[plane] * (pool.vram + pool.staging) for plane, pool in pools.items())
-    free, _ = torch.cuda.mem_get_info(device)
-    if wanted > free:
-        raise StrawError(
-            f"slots: {wanted:,} bytes of VRAM, {free:,} are free on {device}, expected that much;{_other_users()} give fewer --slots or a smaller --vram"
-        )
+    check_fits(sum(strides[plane] * (pool.vram + pool.staging) for plane, pool in pools.items()), device)
     return CudaSlots(strides, pools, ring_slots=_ring_slots(layout, num_picks), device=device)
 
 
@@ -205,69 +189,14 @@ class _Room(NamedTuple):
     def num_experts(self) -> int:
         return self.model.config.num_hidden_layers * self.model.config.n_routed_experts
 
-    def slots(self, layout: Layout) -> Slots:
+    def slots(self, layout: Layout, shares: Shares) -> Slots:
         """The slots asked for, or as many as the budgets hold."""
         settings, num_picks = self.settings, self.model.config.num_experts_per_tok
         if settings.slots is not None:
             return settings.slots
-        ram = _ram_left(settings.ram_bytes)
-        if self.device.type == "cpu":
-            # One memory plays both parts: everything is "VRAM" unless the user divides it.
-            if settings.vram_bytes is None:
-                vram, ram = ram, 0
-            else:
-                vram = settings.vram_bytes - self.used_bytes
-                ram -= max(vram, 0) if settings.ram_bytes is None else 0
-        else:
-            vram = _vram_left(settings.vram_bytes, self.device, self.used_bytes)
+        vram, ram = bytes_left(Budgets(settings.vram_bytes, settings.ram_bytes), self.device, self.used_bytes)
+        if self.device.type == "cuda":
             ram -= _ring_slots(layout, num_picks) * max(layout.strides.values())
         vram -= _staging_slots(num_picks) * sum(layout.strides[plane] for plane in layout.planes)
-        return slots_for_bytes(max(vram, 0), max(ram, 0), layout, num_experts=self.num_experts, num_picks=num_picks)
-
-
-def _ram_left(budget_bytes: int | None) -> int:
-    """Bytes of host memory for slots.
-
-    Raises:
-        StrawError: The budget is more than the machine has left.
-    """
-    available = available_ram_bytes()
-    if budget_bytes is None:
-        reserve = max(RAM_RESERVE_BYTES, int(available * RAM_RESERVE_SHARE))
-        return available - min(reserve, available // 2)  # a small machine can still run a small model
-    if budget_bytes > available:
-        raise StrawError(
-            f"--ram {budget_bytes:,} bytes: {available:,} are available, expected no more than that; end other programs or give less"
-        )
-    return budget_bytes
-
-
-def _vram_left(budget_bytes: int | None, device: torch.device, used_bytes: int) -> int:
-    """Bytes of the card's memory for slots, after what the process uses there already.
-
-    Raises:
-        StrawError: The budget is more than the card has free; names the other processes on it.
-    """
-    free, _ = torch.cuda.mem_get_info(device)
-    if budget_bytes is None:
-        return free - WORKSPACE_BYTES
-    left = budget_bytes - used_bytes
-    if left > free:
-        raise StrawError(
-            f"--vram {budget_bytes:,} bytes: {free:,} are free on {device} beside {used_bytes:,} of this process, expected that much;{_other_users()} end them or give less"
-        )
-    return left - WORKSPACE_BYTES
-
-
-def _other_users() -> str:
-    """The processes on the cards, as the driver lists them; empty if it cannot say."""
-    program = shutil.which("nvidia-smi")
-    if program is None:
-        return ""
-    query = [program, "--query-compute-apps=pid,process_name,used_memory", "--format=csv,noheader"]
-    try:
-        listed = subprocess.run(query, capture_output=True, text=True, check=False, timeout=5).stdout.split("\n")
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    users = "; ".join(line.strip() for line in listed if line.strip())
-    return f" on the cards: {users};" if users else ""
+        room = max(vram, 0), max(ram, 0)
+        return slots_for_bytes(*room, layout, shares, num_experts=self.num_experts, num_picks=num_picks)

@@ -12,9 +12,14 @@ from typing import NamedTuple
 from runtime.errors import StrawError
 from runtime.store.residency import PoolSizes
 
-FP4_SHARE_VRAM = 0.95  # of the bytes left for pools: the article's best configuration
-FP4_SHARE_RAM = 0.82
 UNITS = {"GiB": 2**30, "MiB": 2**20, "GB": 10**9, "MB": 10**6, "B": 1}  # longest names first
+
+
+class Shares(NamedTuple):
+    """What FP4 gets of the bytes left for pools, in VRAM and in RAM; the defaults are the article's best configuration."""
+
+    fp4_vram: float = 0.95
+    fp4_ram: float = 0.82
 
 
 class Slots(NamedTuple):
@@ -74,25 +79,28 @@ def pool_sizes(slots: Slots, layout: Layout, staging: int) -> dict[str, PoolSize
     return {plane: pool._replace(staging=staging if pool.vram else 0) for plane, pool in pools.items()}
 
 
-def slots_for_bytes(vram_bytes: int, ram_bytes: int, layout: Layout, *, num_experts: int, num_picks: int) -> Slots:
-    """As many experts as these bytes hold, FP4 and 2-bit in the article's shares; without a 2-bit precision all of it is FP4.
+def slots_for_bytes(
+    vram_bytes: int, ram_bytes: int, layout: Layout, shares: Shares, *, num_experts: int, num_picks: int
+) -> Slots:
+    """As many experts as these bytes hold, FP4 and 2-bit in these shares; without a 2-bit precision all of it is FP4.
 
     Args:
         vram_bytes: Left for slots in VRAM.
         ram_bytes: Likewise in RAM.
         layout: Gives the bytes of an expert.
+        shares: What FP4 gets; a share of 1 leaves 2-bit nothing.
         num_experts: Of the whole model: more slots than that would stay empty.
         num_picks: Experts of one token: 2-bit gets so many slots in VRAM even where its share is less.
     """
-    fp4_vram, two_bit_vram = _share(vram_bytes, FP4_SHARE_VRAM, layout, num_experts, num_picks)
+    fp4_vram, two_bit_vram = _share(vram_bytes, shares.fp4_vram, layout, num_experts, num_picks)
     elsewhere = fp4_vram + two_bit_vram  # an expert that VRAM holds needs no slot in RAM
-    fp4_ram, two_bit_ram = _share(ram_bytes, FP4_SHARE_RAM, layout, max(num_experts - elsewhere, 0), 0)
+    fp4_ram, two_bit_ram = _share(ram_bytes, shares.fp4_ram, layout, max(num_experts - elsewhere, 0), 0)
     return Slots(fp4_vram, fp4_ram, two_bit_vram, two_bit_ram)
 
 
 def _share(num_bytes: int, share: float, layout: Layout, num_experts: int, least: int) -> tuple[int, int]:
     """(FP4, 2-bit) slots of one tier; what FP4 does not need of its share goes to 2-bit."""
-    if not layout.two_bit:
+    if not layout.two_bit or share == 1:
         return max(0, min(num_bytes // layout.fp4_bytes, num_experts)), 0
     fp4_bytes = min(int(num_bytes * share), num_bytes - least * layout.two_bit_bytes)
     fp4 = max(0, min(fp4_bytes // layout.fp4_bytes, num_experts))

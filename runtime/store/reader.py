@@ -213,15 +213,19 @@ class SlabReader:
         return counted | self._counts
 
     def close(self) -> None:
-        """Ends the workers after the pieces they are reading; what is queued fails. A second call does nothing."""
+        """Ends the workers after the pieces they are reading; what is queued fails. A second call does nothing.
+
+        A drive that does not answer is not waited for beyond the stall limit: its worker ends with its read, or the program.
+        """
         with self._lock:
             self._closed = True
             over = self._drop_queued("the reader was closed before it was read")
             self._work.notify_all()
         for ticket in over:
             self._complete(ticket)
+        deadline = time.monotonic() + self._stall_seconds
         for thread in self._threads:
-            thread.join()
+            thread.join(max(0.0, deadline - time.monotonic()))
 
     def _locate(self, path: str) -> list[Place]:
         if path not in self._found:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +19,9 @@ from runtime.store.slots import SlotMemory
 class SlabFiles:
     """Starts the reads that `residency` asks for, and says which has ended how."""
 
-    def __init__(self, model: ModelDirectory, reader: SlabReader, verify_reads: bool = False) -> None:
-        """Takes over `reader`, which looks at `model`'s directory and its mirrors; `verify_reads` checks each slab's CRC-32."""
-        self._model, self._reader = model, reader
-        self._checksums: dict[str, Tensor] = model.read_checksums() if verify_reads else {}
+    def __init__(self, model: ModelDirectory, reader: SlabReader, checksums: Mapping[str, Tensor]) -> None:
+        """Takes over `reader`, which looks at `model`'s directory and its mirrors; with `checksums` each slab's CRC-32 is checked."""
+        self._model, self._reader, self._checksums = model, reader, checksums
 
     def stride_bytes(self, plane: str) -> int:
         """Bytes that one read of the plane moves."""

@@ -60,6 +60,10 @@ class StoreStats:
         """The call stood still for a read."""
         self._open.wait_ms += seconds * 1e3
 
+    def abandon(self) -> None:
+        """The forward under way has failed: what it counted belongs to no token."""
+        self._open = TokenRecord()
+
     def end_tokens(self, num_tokens: int) -> None:
         """All layers of so many tokens are done."""
         self._total.add(self._open)

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,6 +35,7 @@ class Work:
     key: ExpertKey
     rung: Rung
     slabs: list[Slab]
+    begin: int = 0  # of its picks among those of the call
     tokens: list[int] = field(default_factory=list)
     ranks: list[int] = field(default_factory=list)
     weights: list[float] = field(default_factory=list)
@@ -43,6 +45,15 @@ class Work:
         self.tokens.append(token)
         self.ranks.append(rank)
         self.weights.append(weight)
+
+
+class _Call(NamedTuple):
+    """The tensors of one call: activations [T, D], outputs [T, K, D], and of all picks (token, rank) [2, picks] and weight."""
+
+    x: Tensor
+    output: Tensor
+    rows: Tensor
+    weights: Tensor
 
 
 class TieredStore:
@@ -77,18 +88,18 @@ class TieredStore:
             raise StoreError(
                 "expert store: an earlier call was cut off inside a layer, expected every call to end; open the model again"
             )
-        output = torch.zeros(*topk_ids.shape, x.shape[-1], device=x.device)
         # Here the host waits for the router; everything below is decided by integers.
         work = self._plan(layer_idx, topk_ids.tolist(), topk_weights.tolist())
+        call = _Call(x, torch.zeros(*topk_ids.shape, x.shape[-1], device=x.device), *_upload(work, x.device))
         for wave in self._waves(work):
-            self._run_wave(wave, x, output)
+            self._run_wave(wave, call)
         if layer_idx == self._last_layer:
             for _ in range(len(x)):
                 self._residency.end_token()
             self.stats.end_tokens(len(x))
             if self.stats.num_tokens % WINDOW_TOKENS < len(x):
                 self._watch()
-        return output
+        return call.output
 
     def check_balance(self) -> None:
         """Nothing, if the accounts of all tiers balance; AssertionError with the numbers if not."""
@@ -159,7 +170,7 @@ class TieredStore:
         counts = Counter(plane for plane, _ in wanted)
         return all(count <= self._residency.num_vram_slots(plane) for plane, count in counts.items())
 
-    def _run_wave(self, wave: list[Work], x: Tensor, output: Tensor) -> None:
+    def _run_wave(self, wave: list[Work], call: _Call) -> None:
         wants = dict.fromkeys(slab for item in wave for slab in item.slabs)
         try:
             moves = self._residency.acquire(wants)
@@ -167,35 +178,34 @@ class TieredStore:
             with closing(self._carry_out(moves)) as arrivals:
                 for arrived in arrivals:
                     missing.discard(arrived)
-                    wave = self._compute_ready(wave, missing, x, output)
+                    wave = self._compute_ready(wave, missing, call)
             self._residency.release(wants)
         except StoreError:
             self._residency.release(wants)
+            self.stats.abandon()
             raise
         except BaseException:
             self._was_cut_off = True  # a read may still be writing to a slot that nobody knows of
             raise
 
-    def _compute_ready(self, wave: list[Work], missing: set[Slab], x: Tensor, output: Tensor) -> list[Work]:
+    def _compute_ready(self, wave: list[Work], missing: set[Slab], call: _Call) -> list[Work]:
         """Computes the work of which no slab is missing; what is left of the wave."""
         waiting = []
         for item in wave:
             if missing.isdisjoint(item.slabs):
-                self._compute(item, x, output)
+                self._compute(item, call)
             else:
                 waiting.append(item)
         return waiting
 
-    def _compute(self, item: Work, x: Tensor, output: Tensor) -> None:
-        # First, since these small copies wait for the stream, which must not wait for this slab's arrival yet.
-        tokens, ranks = (torch.tensor(numbers, device=x.device) for numbers in (item.tokens, item.ranks))
-        route_weights = torch.tensor(item.weights, dtype=torch.float32, device=x.device)
+    def _compute(self, item: Work, call: _Call) -> None:
         places = {plane: self._residency.place(plane, key) for plane, key in item.slabs}
         slots = [(plane, place.slot_id) for plane, place in places.items() if place is not None]
         self._memory.before_use(slots)
         slabs = {plane: self._memory.view(plane, slot_id) for plane, slot_id in slots}
-        picks = self._weights.apply(*item.key, item.rung, slabs, x[tokens], route_weights)
-        output[tokens, ranks] = picks.float()
+        tokens, ranks = call.rows[:, item.begin : item.begin + len(item.tokens)]
+        weights = call.weights[item.begin : item.begin + len(item.tokens)]
+        call.output[tokens, ranks] = self._weights.apply(*item.key, item.rung, slabs, call.x[tokens], weights).float()
         self._memory.after_use(slots)
 
     def _carry_out(self, moves: list[Move]) -> Generator[Slab | None]:
@@ -251,3 +261,17 @@ class TieredStore:
             if completion is None:
                 return
             yield completion
+
+
+def _upload(work: Sequence[Work], device: torch.device) -> tuple[Tensor, Tensor]:
+    """(token, rank) [2, picks] int64 and weight [picks] float32 of all work; each item learns where its picks begin."""
+    tokens: list[int] = []
+    ranks: list[int] = []
+    weights: list[float] = []
+    for item in work:
+        item.begin = len(tokens)
+        tokens += item.tokens
+        ranks += item.ranks
+        weights += item.weights
+    # Once a call and before anything is issued: a small copy waits for the stream, which must not wait for a slab yet.
+    return torch.tensor([tokens, ranks], device=device), torch.tensor(weights, dtype=torch.float32, device=device)

@@ -21,11 +21,11 @@ from safetensors.torch import load_file, save_file
 import prep.layout
 import prep.verify
 from prep.cli import main
-from prep.jobs import compute_device
 from runtime import console
 from runtime.artifact import ModelDirectory
 from runtime.checkpoint import INDEX
 from runtime.console import run_cli
+from runtime.devices import compute_device
 from runtime.errors import StrawError
 from runtime.manifest import expert_file, read_manifest
 

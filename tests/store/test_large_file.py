@@ -76,7 +76,7 @@ def test_slabs_beyond_4_gib_arrive_from_their_own_offsets(model: ModelDirectory)
     path = model.expert_path("fp4", 0)
     assert path.stat().st_size > GIB_4 > ACROSS * SLAB_BYTES
     assert path.stat().st_blocks * 512 < 2 * len(KNOWN) * SLAB_BYTES, f"{expert_file('fp4', 0)} is not sparse"
-    files = SlabFiles(model, SlabReader([model.directory], warn=lambda line: None), verify_reads=True)
+    files = SlabFiles(model, SlabReader([model.directory], warn=lambda line: None), model.read_checksums())
     targets = Targets(files.stride_bytes("fp4"))
     reads = [Read("fp4", ExpertKey(0, expert_id), slot) for slot, expert_id in enumerate(KNOWN)]
     ended = dict(files.completed(files.submit(reads, targets)))  # type: ignore[arg-type]
