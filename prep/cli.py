@@ -245,8 +245,9 @@ def trace_command(
     if not text and (dry_run or not report):
         raise typer.BadParameter("expected --text FILE, or --report for a trace made before")
     directory = _directory(model)
-    from prep.trace import TRACE, TraceOptions, describe_trace, trace
+    from prep.trace import TraceOptions, describe_trace, trace
     from prep.trace_report import print_lines
+    from runtime.manifest import TRACE
 
     place = out or directory / TRACE
     options = TraceOptions(
@@ -268,10 +269,37 @@ def trace_command(
         return
     if text:
         made = trace(directory, text, options, place)
-        print(f"{place}: complete, {made.num_tokens:,} tokens in {len(made.documents):,} documents")
+        size_bytes = made.num_tokens * made.record.token_bytes
+        print(
+            f"{place}: complete, {made.num_tokens:,} tokens of {len(made.documents):,} documents in {size_bytes:,} bytes"
+        )
     if report:
         for lines in print_lines(place):
             print(lines)
+
+
+@app.command("all")
+def all_command(
+    checkpoint: Annotated[Path, typer.Argument(help="Released checkpoint: config.json, index, safetensors shards.")],
+    model: Annotated[Path, typer.Argument(help="Model directory to make, complete or repair.")],
+    text: Annotated[
+        list[Path], typer.Option("--text", help="For the trace: a text file, or .jsonl with one document a line.")
+    ],
+    codec: Annotated[Codec | None, typer.Option("--codec", help="Way to the 2-bit precision; default: quad.")] = None,
+    tokens: Annotated[int | None, typer.Option("--tokens", min=1, help="Of the trace, over all documents.")] = None,
+    device: Annotated[str | None, typer.Option("--device", help="cpu, cuda or cuda:i; default: cuda if any.")] = None,
+    dry_run: DryRun = False,
+) -> None:
+    """layout, requant, trace and train-predictor, one after the other. What is finished is skipped."""
+    from prep.all_stages import AllOptions, describe_all, run_all
+    from runtime.devices import compute_device
+
+    options = AllOptions(codec.value if codec else None, tokens, compute_device(device))
+    if dry_run:
+        print(describe_all(checkpoint, model, text, options))
+        return
+    for line in run_all(checkpoint, model, text, options):
+        print(line)
 
 
 def _directory(model: Path) -> Path:

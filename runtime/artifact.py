@@ -72,6 +72,11 @@ def write_tables(directory: Path, tables: Mapping[str, Tensor]) -> None:
     _write_tensors(directory / TABLES, tables)
 
 
+def write_heat(directory: Path, uses: Tensor, num_tokens: int) -> None:
+    """Replaces HEAT, whole or not at all: `uses` int64 [L, E] of each expert, counted over `num_tokens` tokens."""
+    _write_tensors(directory / HEAT, {"uses": uses, "tokens": torch.tensor([num_tokens])})
+
+
 def _write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
     """The widest numbers first, so that each tensor lies aligned."""
     order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))

@@ -38,6 +38,9 @@ Slots = Annotated[
 ]
 Vram = Annotated[str | None, typer.Option("--vram", help="Budget for all the process uses there, e.g. 24GB.")]
 Ram = Annotated[str | None, typer.Option("--ram", help="Budget for all the process uses there, e.g. 24GB.")]
+Prefetch = Annotated[
+    str, typer.Option("--prefetch", help="off, hash or predictor: what is read before it is asked for.")
+]
 VerifyReads = Annotated[bool, typer.Option("--verify-reads", help="Check the CRC-32 of every slab that is read.")]
 MaxNewTokens = Annotated[int, typer.Option("--max-new-tokens", min=1, help="Longest answer.")]
 Temperature = Annotated[
@@ -72,6 +75,7 @@ def chat(
     slots: Slots = None,
     vram: Vram = None,
     ram: Ram = None,
+    prefetch: Prefetch = "off",
     verify_reads: VerifyReads = False,
     mirror: Mirrors = [],  # noqa: B006 - typer copies it
     context: Context = None,
@@ -94,6 +98,7 @@ def chat(
         slots=slots,
         vram=vram,
         ram=ram,
+        prefetch=prefetch,
         verify_reads=verify_reads,
         mirrors=mirror,
         context=context,
@@ -123,6 +128,7 @@ def generate(
     slots: Slots = None,
     vram: Vram = None,
     ram: Ram = None,
+    prefetch: Prefetch = "off",
     verify_reads: VerifyReads = False,
     mirror: Mirrors = [],  # noqa: B006 - typer copies it
     context: Context = None,
@@ -146,6 +152,7 @@ def generate(
         slots=slots,
         vram=vram,
         ram=ram,
+        prefetch=prefetch,
         verify_reads=verify_reads,
         mirrors=mirror,
         context=context,

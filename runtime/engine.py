@@ -31,6 +31,7 @@ from runtime.models.deepseek_v4.model import DeepseekV4
 from runtime.models.deepseek_v4.state import Snapshot, State
 from runtime.models.experts import ExpertProvider, RouterObserver
 from runtime.models.rounding import ActivationRounding
+from runtime.predictors import prefetcher_maker
 from runtime.resident import ResidentExperts
 from runtime.sampler import Sampler
 from runtime.store.assemble import AUTO, StoreSettings, open_store
@@ -212,6 +213,8 @@ class Session:
             raise KeyboardInterrupt
         try:
             with torch.inference_mode():
+                if isinstance(self._experts, TieredStore) and len(token_ids) == 1:
+                    self._experts.begin_step(int(token_ids))
                 hidden = self._model.forward(token_ids, self._state, self._experts, self.observer)
         except BaseException:
             self.reset()  # some layers have moved on and others not: nothing of this sequence can be used
@@ -267,7 +270,7 @@ def open_model(  # noqa: PLR0913 - the public API: one keyword an option
         vram: Budget of bytes for all that the process uses on the device, or text like "24GB"; None is what is free.
         ram: Likewise in host memory.
         context: Tokens of the longest sequence; None is min(4096, max_position_embeddings).
-        prefetch: "off".
+        prefetch: "off", "hash" (layers whose experts the token id gives) or "predictor" (those, and trained guesses).
         verify_reads: Check the CRC-32 of every slab that is read.
         mirrors: More directories with the same expert files, best on other drives: a slab is read from all of them at once.
         rounding: Activation rounding of the official code; None is off.
@@ -278,8 +281,6 @@ def open_model(  # noqa: PLR0913 - the public API: one keyword an option
     """
     place, rounding = torch.device(compute_device(device)), rounding or ActivationRounding()
     number = _dtype(dtype, place)
-    if prefetch != "off":
-        raise StrawError(f"prefetch is {prefetch!r}, expected 'off'; correct --prefetch")
     directory = prepared_demo() if model == DEMO_NAME else Path(model)
     source = open_source(directory)
     try:
@@ -288,6 +289,7 @@ def open_model(  # noqa: PLR0913 - the public API: one keyword an option
         # A card's memory is for experts; on the CPU the dense weights are small beside them and speed counts.
         weights = build_model(source, number, place, rounding, keep_fp8=place.type == "cuda")
         if isinstance(source, Checkpoint):
+            _refuse_streaming(directory, prefetch=prefetch != "off", slots=slots, vram=vram, code=code, mirror=mirrors)
             experts = _resident(source, ladder, number, place, rounding)
             return Session(weights, experts, state, tokenizer, directory)
         settings = StoreSettings(
@@ -307,12 +309,22 @@ def open_model(  # noqa: PLR0913 - the public API: one keyword an option
             device=place,
             round_inputs=rounding.linear,
             used_bytes=_tensor_bytes([weights, state.layers], place.type),
+            new_prefetcher=prefetcher_maker(prefetch, source, weights, number, place),
             warn=warn,
         )
         return Session(weights, store, state, tokenizer, directory)
     except BaseException:
         source.close()
         raise
+
+
+def _refuse_streaming(directory: Path, **options: object) -> None:
+    """Raises StrawError if an option is given that means nothing where all experts are resident."""
+    for name, value in options.items():
+        if value:
+            raise StrawError(
+                f"--{name}: {directory} is a released checkpoint, whose experts are all held in memory, expected a model directory; run: prep layout {directory} MODEL"
+            )
 
 
 def _resident(

@@ -26,6 +26,8 @@ DENSE = "dense.safetensors"
 TABLES = "tables.safetensors"
 CHECKSUMS = "checksums.safetensors"
 HEAT = "heat.safetensors"
+PREDICTOR = "predictor.safetensors"
+TRACE = "trace"  # a directory
 CODECS = {"clip": "int2", "quad": "quad2", "split": "split"}  # what prep requant calls the way to a code
 
 

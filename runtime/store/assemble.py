@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,6 +14,7 @@ from runtime.artifact import ModelDirectory
 from runtime.errors import StrawError
 from runtime.expert_weights import ExpertWeights
 from runtime.ladder import AnyLadder, Ladder, Rung, check_precisions, parse_ladder
+from runtime.prefetch import DriveBudget, Prefetcher
 from runtime.store.budgets import Budgets, bytes_left, check_fits, scarcity_watch
 from runtime.store.policies import ExpertKey
 from runtime.store.pools import Layout, Shares, Slots, pool_sizes, slots_for_bytes
@@ -24,6 +26,7 @@ from runtime.store.store import TieredStore
 from runtime.store.tuned import read_tuned
 
 AUTO = "auto"
+STAGED_LAYERS = 2  # a staging ring holds the picks of so many layers
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +56,7 @@ def open_store(
     device: torch.device,
     round_inputs: bool,
     used_bytes: int,
+    new_prefetcher: Callable[[DriveBudget], Prefetcher] | None,
     warn: Callable[[str], None],
 ) -> TieredStore:
     """A store with empty tiers that takes over `model`.
@@ -64,6 +68,7 @@ def open_store(
         device: Where slots called VRAM lie.
         round_inputs: Activation rounding A.
         used_bytes: What weights and state take on the device already; inside the budget.
+        new_prefetcher: Makes what guesses within a budget; None: nothing is prefetched, and no staging ring is allocated.
         warn: Takes one line for the user.
 
     Raises:
@@ -75,19 +80,21 @@ def open_store(
     weights = ExpertWeights(
         model.config, model.planes, code, model.read_tables(), dtype=dtype, device=device, round_inputs=round_inputs
     )
-    room = _Room(model, settings, device, used_bytes)
+    num_staged = 0 if new_prefetcher is None else STAGED_LAYERS * model.config.num_experts_per_tok
+    room = _Room(model, settings, device, used_bytes, num_staged)
     ladder = _ladder(settings, weights, room)
     layout = _layout(model, weights, ladder)
     num_picks = model.config.num_experts_per_tok
     slots = room.slots(layout, _shares(model, ladder))
-    pools = pool_sizes(slots, layout, staging=_staging_slots(num_picks))
+    pools = pool_sizes(slots, layout, staging=num_staged)
     check_pools(pools, _demanded(ladder, layout, num_picks), num_picks)
     # All that can be found wrong with the directories comes before memory is taken and threads are started.
-    residency, directories = _residency(model, pools), _directories(model, settings.mirrors)
+    new_residency, directories = _residencies(model, pools), _directories(model, settings.mirrors)
     checksums = model.read_checksums() if settings.verify_reads else {}
     memory = _memory(pools, layout, num_picks, device)
     files = SlabFiles(model, SlabReader(directories, warn=warn), checksums)
-    return TieredStore(weights, residency, memory, files, ladder, watch=scarcity_watch(device, warn))
+    prefetcher = new_prefetcher and new_prefetcher(DriveBudget(max(layout.strides[plane] for plane in layout.planes)))
+    return TieredStore(weights, new_residency, memory, files, ladder, scarcity_watch(device, warn), prefetcher)
 
 
 def _layout(model: ModelDirectory, weights: ExpertWeights, ladder: AnyLadder) -> Layout:
@@ -105,16 +112,16 @@ def _shares(model: ModelDirectory, ladder: AnyLadder) -> Shares:
     return read_tuned(model.directory).shares if ladder.needs_fp4(num_picks) else Shares(0.0, 0.0)
 
 
-def _residency(model: ModelDirectory, pools: dict[str, PoolSizes]) -> Residency:
-    """Empty tiers whose use counts begin with the model's heat, if a trace has left any."""
+def _residencies(model: ModelDirectory, pools: dict[str, PoolSizes]) -> Callable[[], Residency]:
+    """Makes empty tiers whose use counts begin with the model's heat, if a trace has left any."""
     heat = model.read_heat()
     if heat is None:
-        return Residency(pools)
+        return partial(Residency, pools)
     counts, num_tokens = heat
     uses = {
         ExpertKey(layer, expert): n for layer, row in enumerate(counts.tolist()) for expert, n in enumerate(row) if n
     }
-    return Residency(pools, heat=uses, heat_tokens=num_tokens)
+    return partial(Residency, pools, heat=uses, heat_tokens=num_tokens)
 
 
 def _directories(model: ModelDirectory, mirrors: Sequence[Path]) -> list[Path]:
@@ -167,11 +174,6 @@ def _memory(pools: dict[str, PoolSizes], layout: Layout, num_picks: int, device:
     return CudaSlots(strides, pools, ring_slots=_ring_slots(layout, num_picks), device=device)
 
 
-def _staging_slots(num_picks: int) -> int:
-    """Of each plane's ring behind its VRAM slots, where guesses land: two layers' worth of picks."""
-    return 2 * num_picks
-
-
 def _ring_slots(layout: Layout, num_picks: int) -> int:
     """Twice the reads of one token in one layer: one half lands while the other is being read."""
     return 2 * num_picks * len(layout.fp4)
@@ -184,6 +186,7 @@ class _Room(NamedTuple):
     settings: StoreSettings
     device: torch.device
     used_bytes: int
+    num_staged: int
 
     @property
     def num_experts(self) -> int:
@@ -196,7 +199,8 @@ class _Room(NamedTuple):
             return settings.slots
         vram, ram = bytes_left(Budgets(settings.vram_bytes, settings.ram_bytes), self.device, self.used_bytes)
         if self.device.type == "cuda":
-            ram -= _ring_slots(layout, num_picks) * max(layout.strides.values())
-        vram -= _staging_slots(num_picks) * sum(layout.strides[plane] for plane in layout.planes)
+            num_buffers = _ring_slots(layout, num_picks) + self.num_staged * len(layout.planes)
+            ram -= num_buffers * max(layout.strides.values())
+        vram -= self.num_staged * sum(layout.strides[plane] for plane in layout.planes)
         room = max(vram, 0), max(ram, 0)
         return slots_for_bytes(*room, layout, shares, num_experts=self.num_experts, num_picks=num_picks)

@@ -174,23 +174,27 @@ class SlotPool:
 
 
 class StagingRing:
-    """The slots of one plane that guesses are read into, used in turn; what is not adopted is overwritten by the next guess."""
+    """The slots of one plane that guesses are brought into, used in turn.
+
+    A guess stays until its layer has passed; then, not adopted, it may be overwritten by the next one.
+    """
 
     def __init__(self, slot_ids: Iterable[int]) -> None:
         self.slot_ids = list(slot_ids)
         self.keys: list[ExpertKey | None] = [None] * len(self.slot_ids)
         self.position_of: dict[ExpertKey, int] = {}
         self.in_flight: set[ExpertKey] = set()
+        self._passed: set[ExpertKey] = set()
         self._next = 0
 
     def stage(self, key: ExpertKey) -> int | None:
-        """The next slot that is not in flight, now the key's and in flight; None if all are."""
+        """The next slot that is neither in flight nor awaited, now the key's and in flight; None if there is none."""
         for step in range(len(self.slot_ids)):
             position = (self._next + step) % len(self.slot_ids)
             overwritten = self.keys[position]
-            if overwritten in self.in_flight:
-                continue
             if overwritten is not None:
+                if overwritten in self.in_flight or overwritten not in self._passed:
+                    continue
                 self.drop(overwritten)
             self.keys[position] = key
             self.position_of[key] = position
@@ -199,11 +203,16 @@ class StagingRing:
             return self.slot_ids[position]
         return None
 
+    def retire(self, layer_idx: int) -> None:
+        """The layer has passed: nobody waits for its guesses."""
+        self._passed.update(key for key in self.position_of if key.layer_idx == layer_idx)
+
     def drop(self, key: ExpertKey) -> int:
         """The position that the key had; its slot is empty."""
         position = self.position_of.pop(key)
         self.keys[position] = None
         self.in_flight.discard(key)
+        self._passed.discard(key)
         return position
 
     def adopt(self, key: ExpertKey, slot_id: int) -> int:

@@ -18,7 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from torch import Tensor
@@ -32,9 +32,19 @@ NUM_WORKERS = 16  # reads under way at once; drives gain up to a depth of 16 wit
 PIECES = (
     4  # one slab alone gains up to 4 to 8, streams lose beyond 4 (tmpfs, H200 machine; its drive shows no difference)
 )
+PREFETCH_READS = 4  # of a prefetch under way at once: a demand read finds the drive's queue nearly free
 MIN_PIECE_BYTES = 64 * 1024  # below this a read's fixed cost exceeds what another entry in the queue gains
 STALL_SECONDS = 2.0
 KINDS = ("demand", "prefetch")
+
+
+class Progress(NamedTuple):
+    """Since the start: time with a demand read under way, time with any, and bytes of all reads."""
+
+    demand_busy_seconds: float
+    busy_seconds: float
+    num_bytes: int
+
 
 Preadv = Callable[[int, list[memoryview], int], int]
 OpenFile = Callable[[Path, int], int]
@@ -212,6 +222,13 @@ class SlabReader:
             counted: dict[str, Any] = {name: meter.snapshot(now) for name, meter in self._meters.items()}
         return counted | self._counts
 
+    def progress(self) -> Progress:
+        """How busy the drive has been, in three numbers; cheap enough for every layer."""
+        now = time.perf_counter()
+        with self._lock:
+            demand, both = self._meters["demand"], self._meters["all"]
+            return Progress(demand.busy(now), both.busy(now), both.num_bytes)
+
     def close(self) -> None:
         """Ends the workers after the pieces they are reading; what is queued fails. A second call does nothing.
 
@@ -266,7 +283,7 @@ class SlabReader:
     def _next_piece(self) -> Piece | None:
         """The first piece of the first ticket; sleeps while there is none; None when the workers are to end."""
         with self._lock:
-            while not (queue := self._queues["demand"] or self._queues["prefetch"]):
+            while not (queue := self._next_queue()):
                 if self._closed or self._broken is not None:
                     return None
                 self._work.wait()
@@ -277,6 +294,11 @@ class SlabReader:
             for name in (piece.kind, "all"):
                 self._meters[name].begin(now)
         return piece
+
+    def _next_queue(self) -> deque[Ticket]:
+        """The queue to serve next; empty if there is nothing to read, or only prefetches beyond what may be under way."""
+        demand, prefetch = (self._queues[kind] for kind in KINDS)
+        return demand if demand or self._meters["prefetch"].under_way >= PREFETCH_READS else prefetch
 
     def _end_piece(self, piece: Piece, error: BaseException | None) -> None:
         ticket, now = piece.ticket, time.perf_counter()

@@ -2,7 +2,8 @@
 
 One tier, one pool of slots for all layers, keys (layer, expert), as the store has it. A layer's picks come at once: those that
 are held are hits, the others take slots, and no pick of the layer makes room for another. Slots are empty at the start. A trace
-is played once and never looped, which would turn first touches into hits. Owns the two foreign trace formats; runs no model.
+is played once and never looped, which would turn first touches into hits. Owns the two foreign trace formats, while our own
+is `predictor.traces`'; runs no model.
 """
 
 from __future__ import annotations
@@ -20,6 +21,10 @@ from itertools import chain
 from pathlib import Path
 from typing import Protocol, TextIO
 
+import torch
+
+from predictor import traces
+from predictor.errors import PredictorError
 from runtime.errors import StrawError
 from runtime.store.policies import ColdestFirst, ExpertKey, UseCounts
 
@@ -51,15 +56,22 @@ class Trace:
 
 
 def load_trace(path: Path) -> Trace:
-    """The trace in a file, plain or .xz: .jsonl as of sqliteai/waste (unranked), .csv as of Helldez/BigMoeOnEdge (ranked).
+    """The trace in a directory of `prep trace`, or in a file, plain or .xz.
+
+    A file .jsonl is as of sqliteai/waste (unranked), .csv as of Helldez/BigMoeOnEdge (ranked).
 
     Raises:
         StrawError: Another file, or a damaged one.
+        PredictorError: A directory that holds no finished trace, or a damaged one.
     """
+    if path.is_dir():
+        return from_recorded(traces.Trace.open(path))
     kind = path.with_suffix("").suffix if path.suffix == ".xz" else path.suffix
     readers: dict[str, Callable[[TextIO], list[list[list[int]]]]] = {".jsonl": _read_jsonl, ".csv": _read_csv}
     if kind not in readers or not path.is_file():
-        raise StrawError(f"{path}: not a trace; expected a file .jsonl or .csv, which may be compressed to .xz")
+        raise StrawError(
+            f"{path}: not a trace; expected a directory of prep trace, or a file .jsonl or .csv, which may be compressed to .xz"
+        )
     try:
         with lzma.open(path, "rt") if path.suffix == ".xz" else path.open() as file:
             picks = readers[kind](file)
@@ -67,6 +79,13 @@ def load_trace(path: Path) -> Trace:
     except (ValueError, KeyError, TypeError, EOFError, lzma.LZMAError) as error:
         raise StrawError(f"{path}: damaged or another format ({error}); expected routing as in tests/traces") from error
     return Trace(path.name, num_experts, kind == ".csv", picks)
+
+
+def from_recorded(trace: traces.Trace, most_tokens: int | None = None) -> Trace:
+    """The routing of a trace of our own, ranked, or of its first `most_tokens` tokens."""
+    num_tokens = trace.num_tokens if most_tokens is None else min(most_tokens, trace.num_tokens)
+    picks = trace.ids(torch.arange(num_tokens)).tolist()
+    return Trace(trace.directory.name, trace.shape.num_experts, True, picks)
 
 
 def _read_jsonl(file: TextIO) -> list[list[list[int]]]:
@@ -248,7 +267,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         results = {path.name: _tabulate(load_trace(path), options.slots, options.decay) for path in options.traces}
-    except StrawError as error:
+    except (StrawError, PredictorError) as error:
         sys.stderr.write(f"{error}\n")
         return 1
     sys.stdout.write(json.dumps(results) + "\n")

@@ -65,6 +65,15 @@ class Promote(NamedTuple):
     vram_slot: int
 
 
+class Stage(NamedTuple):
+    """RAM to a slot of the staging ring, the RAM slot keeps its slab; ends with `arrived`."""
+
+    plane: str
+    key: ExpertKey
+    ram_slot: int
+    vram_slot: int
+
+
 class Demote(NamedTuple):
     """VRAM to RAM, before the VRAM slot is overwritten; ends with `copied`."""
 
@@ -179,6 +188,7 @@ class Residency:
         self._check_wave(wanted)
         moves: list[Move] = []
         ram_slots: dict[Slab, int | None] = {}
+        copied: list[tuple[str, int]] = []  # RAM slots of slabs that were copied when they were staged
         # What stays is pinned and what comes from RAM has left it before anybody looks for a victim in either tier.
         for plane, key in wanted:
             if key in self._vram[plane].slot_of:
@@ -186,12 +196,14 @@ class Residency:
             else:
                 ram_slots[plane, key] = self._leave_ram(plane, key)
         for (plane, key), ram_slot in ram_slots.items():
-            self._bring(plane, key, ram_slot, moves)
+            copied += self._bring(plane, key, ram_slot, moves)
             self._vram[plane].pin(key)
         for plane, key in ram_slots:
             residual = _residual_in(self._ram, plane, key)
             if residual:
-                self._let_follow(residual, key, moves)
+                copied += self._let_follow(residual, key, moves)
+        for plane, slot_id in copied:  # not before: a guess must not change who goes where
+            self._ram[plane].end_transfer(slot_id)
         return moves
 
     def release(self, wants: Iterable[Slab]) -> None:
@@ -200,11 +212,24 @@ class Residency:
             self._vram[plane].release(key)
             self._offer(self._vram, plane, key)
 
-    def stage(self, plane: str, key: ExpertKey) -> int | None:
-        """The VRAM slot for a guess, in flight until `arrived` or `failed`; None if it is held already or the ring is all in flight."""
-        if self.place(plane, key) is not None:
+    def stage(self, plane: str, key: ExpertKey) -> Read | Stage | None:
+        """How to bring a guess into the ring, where it is in flight until `arrived` or `failed`.
+
+        None if the slab is in VRAM already or the ring is full of guesses in flight or still awaited. A slab in RAM stays there
+        until its copy is adopted, so that a wrong guess takes nothing from anybody.
+        """
+        place = self.place(plane, key)
+        if place is not None and place.tier is Tier.VRAM:
             return None
-        return self._rings[plane].stage(key)
+        slot_id = self._rings[plane].stage(key)
+        if slot_id is None:
+            return None
+        return Read(plane, key, slot_id) if place is None else Stage(plane, key, place.slot_id, slot_id)
+
+    def retire(self, layer_idx: int) -> None:
+        """The layer has been served: what was staged for it and not adopted may be overwritten."""
+        for ring in self._rings.values():
+            ring.retire(layer_idx)
 
     def arrived(self, plane: str, key: ExpertKey) -> None:
         """The slab is resident: its data is in its VRAM slot, or ordered before whatever the caller issues next."""
@@ -290,9 +315,8 @@ class Residency:
         staged = {key: position for position, key in enumerate(ring.keys) if key is not None}
         assert staged == ring.position_of, f"staging ring {plane}: {ring.keys=} {ring.position_of=}"
         assert ring.in_flight <= staged.keys(), f"staging ring {plane}: {ring.in_flight=} {staged=}"
-        twice = (vram.slot_of.keys() & ram.slot_of.keys()) | (
-            staged.keys() & (vram.slot_of.keys() | ram.slot_of.keys())
-        )
+        # What is in RAM may be staged as well: that copy is lost without harm.
+        twice = vram.slot_of.keys() & (ram.slot_of.keys() | staged.keys())
         assert not twice, f"{plane}: {len(twice)} slabs in two places: {sorted(twice)[:4]}"
 
     def _check_wave(self, wanted: Mapping[Slab, None]) -> None:
@@ -343,7 +367,8 @@ class Residency:
         pool.begin_transfer(pool.slot_of[key])
         return pool.take_out(key)
 
-    def _bring(self, plane: str, key: ExpertKey, ram_slot: int | None, moves: list[Move]) -> None:
+    def _bring(self, plane: str, key: ExpertKey, ram_slot: int | None, moves: list[Move]) -> list[tuple[str, int]]:
+        """Gives the slab a VRAM slot; the (plane, RAM slot) that is to be freed if it was copied when it was staged."""
         pool, ring = self._vram[plane], self._rings[plane]
         vram_slot = self._make_room(plane, moves)
         if key in ring.position_of:
@@ -351,11 +376,12 @@ class Residency:
             vram_slot = ring.adopt(key, vram_slot)
             if is_late:
                 pool.begin_transfer(vram_slot)
-        else:
-            pool.begin_transfer(vram_slot)
-            move = Read(plane, key, vram_slot) if ram_slot is None else Promote(plane, key, ram_slot, vram_slot)
-            moves.append(move)
+            pool.put(key, vram_slot)
+            return [] if ram_slot is None else [(plane, ram_slot)]
+        pool.begin_transfer(vram_slot)
         pool.put(key, vram_slot)
+        moves.append(Read(plane, key, vram_slot) if ram_slot is None else Promote(plane, key, ram_slot, vram_slot))
+        return []
 
     def _make_room(self, plane: str, moves: list[Move]) -> int:
         pool = self._vram[plane]
@@ -401,15 +427,18 @@ class Residency:
             moves += self._drop(pools, residual, key)
         return moves
 
-    def _let_follow(self, residual: str, key: ExpertKey, moves: list[Move]) -> None:
-        """A residual left behind in RAM moves up too if VRAM has a free slot or a colder residual, else it is forgotten."""
+    def _let_follow(self, residual: str, key: ExpertKey, moves: list[Move]) -> list[tuple[str, int]]:
+        """A residual left behind in RAM moves up too if VRAM has a free slot or a colder residual, else it is forgotten.
+
+        Result as of `_bring`.
+        """
         rank = self._counts[residual].rank
         if not self._vram[residual].free:
             coldest = self._coldest(self._vram, residual)
             if coldest is None or rank(coldest) >= rank(key):
                 moves += self._drop(self._ram, residual, key)
-                return
-        self._bring(residual, key, self._leave_ram(residual, key), moves)
+                return []
+        return self._bring(residual, key, self._leave_ram(residual, key), moves)
 
 
 def _residual_in(pools: Mapping[str, SlotPool], plane: str, key: ExpertKey) -> str | None:

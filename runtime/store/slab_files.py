@@ -11,7 +11,7 @@ from torch import Tensor
 
 from runtime.artifact import ModelDirectory, expert_file
 from runtime.errors import StoreError
-from runtime.store.reader import SlabReader, Ticket
+from runtime.store.reader import Progress, SlabReader, Ticket
 from runtime.store.residency import Read
 from runtime.store.slots import SlotMemory
 
@@ -29,7 +29,24 @@ class SlabFiles:
 
     def submit(self, reads: Sequence[Read], memory: SlotMemory) -> dict[Ticket, Read]:
         """The tickets of `reads`, all queued as demand, into targets that `memory` gives."""
-        return {self._submit(move, memory.read_target(move)): move for move in reads}
+        return {self._submit(move, memory.read_target(move), demand=True): move for move in reads}
+
+    def submit_prefetch(self, read: Read, memory: SlotMemory) -> Ticket | None:
+        """The ticket of a read that every demand read passes; None if `memory` has no target for it now."""
+        target = memory.prefetch_target(read)
+        return None if target is None else self._submit(read, target, demand=False)
+
+    def promote(self, ticket: Ticket) -> None:
+        """What is left of that prefetch is demand now."""
+        self._reader.promote(ticket)
+
+    def cancel(self, ticket: Ticket) -> bool:
+        """Whether that prefetch had not been begun; then it is done and has failed."""
+        return self._reader.cancel(ticket)
+
+    def progress(self) -> Progress:
+        """How busy the drive has been."""
+        return self._reader.progress()
 
     def completed(self, tickets: dict[Ticket, Read]) -> Iterator[tuple[Read, StoreError | None]]:
         """Each read as it ends, blocking in between, with the error that it ended by."""
@@ -50,13 +67,14 @@ class SlabFiles:
         self._reader.close()
         self._model.close()
 
-    def _submit(self, move: Read, target: Tensor) -> Ticket:
+    def _submit(self, move: Read, target: Tensor, demand: bool) -> Ticket:
         layer_idx, expert_id = move.key
         return self._reader.submit(
             expert_file(move.plane, layer_idx),
             expert_id * self.stride_bytes(move.plane),
             target,
             label=f"layer {layer_idx} expert {expert_id} {move.plane}",
+            demand=demand,
             verify=self._verifier(move) if self._checksums else None,
         )
 

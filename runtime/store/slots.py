@@ -16,9 +16,12 @@ import torch
 from torch import Tensor
 
 from runtime.store.arena import HostArena, whole_pages
-from runtime.store.residency import Demote, PoolSizes, Promote, Read
+from runtime.store.residency import Demote, PoolSizes, Promote, Read, Stage
 
 Slot = tuple[str, int]  # (plane, VRAM slot)
+_Ring = deque[
+    tuple[Tensor, torch.cuda.Event | None]
+]  # free buffers in order of use, each with the copy that must end first
 
 
 class SlotMemory(Protocol):
@@ -35,6 +38,10 @@ class SlotMemory(Protocol):
         """Host memory, uint8 [stride], that the reader may fill for this read; the reader's until `land`."""
         ...
 
+    def prefetch_target(self, move: Read) -> Tensor | None:
+        """As `read_target`, for a guess, out of memory of its own; None if all of that is in use."""
+        ...
+
     def land(self, move: Read) -> None:
         """The target is filled: sends it on to its slot and takes the target back."""
         ...
@@ -43,8 +50,8 @@ class SlotMemory(Protocol):
         """The target was not filled and nobody writes to it any more: takes it back."""
         ...
 
-    def promote(self, move: Promote) -> None:
-        """RAM to VRAM."""
+    def promote(self, move: Promote | Stage) -> None:
+        """RAM to VRAM, its pool or its staging ring."""
         ...
 
     def demote(self, move: Demote) -> None:
@@ -84,13 +91,16 @@ class HostSlots:
     def read_target(self, move: Read) -> Tensor:
         return self._vram[move.plane][move.vram_slot]
 
+    def prefetch_target(self, move: Read) -> Tensor | None:
+        return self.read_target(move)
+
     def land(self, move: Read) -> None:
         pass
 
     def drop(self, move: Read) -> None:
         pass
 
-    def promote(self, move: Promote) -> None:
+    def promote(self, move: Promote | Stage) -> None:
         self._vram[move.plane][move.vram_slot].copy_(self._ram[move.plane][move.ram_slot])
 
     def demote(self, move: Demote) -> None:
@@ -119,17 +129,19 @@ class CudaSlots:
         self._device, self._strides = device, strides
         ring_stride = max(strides[plane] for plane in pools)
         ram_bytes = sum(strides[plane] * pool.ram for plane, pool in pools.items())
-        self._arena = HostArena(ram_bytes + ring_slots * whole_pages(ring_stride), pin=True)
+        num_guesses = sum(pool.staging for pool in pools.values())
+        self._arena = HostArena(ram_bytes + (ring_slots + num_guesses) * whole_pages(ring_stride), pin=True)
         self._vram = {
             plane: torch.empty(pool.vram + pool.staging, strides[plane], dtype=torch.uint8, device=device)
             for plane, pool in pools.items()
         }
         self._ram = {plane: self._arena.take(pool.ram, strides[plane]) for plane, pool in pools.items()}
         self.reads_at_once: int | None = ring_slots // 2  # one half lands while the other is being read
-        self._free_ring: deque[tuple[Tensor, torch.cuda.Event | None]] = deque(
-            (self._arena.take(ring_stride), None) for _ in range(ring_slots)
-        )
-        self._targets: dict[Slot, Tensor] = {}
+        self._read_ring = self._ring(ring_slots, ring_stride)
+        self._prefetch_ring = self._ring(
+            num_guesses, ring_stride
+        )  # apart, so that guesses never keep a demand read waiting
+        self._targets: dict[Slot, tuple[Tensor, _Ring]] = {}
         self._stream = torch.cuda.Stream(device)
         self._arrivals: dict[Slot, torch.cuda.Event] = {}  # the copy into a slot that no kernel has waited for yet
         self._last_uses: dict[Slot, torch.cuda.Event] = {}  # the last kernel that read a slot
@@ -140,21 +152,21 @@ class CudaSlots:
         return self._vram[plane][vram_slot]
 
     def read_target(self, move: Read) -> Tensor:
-        buffer, copied = self._free_ring.popleft()
-        if copied is not None:
-            copied.synchronize()
-        self._targets[move.plane, move.vram_slot] = buffer
-        return buffer[: self._strides[move.plane]]
+        return self._take(move, self._read_ring)
+
+    def prefetch_target(self, move: Read) -> Tensor | None:
+        return self._take(move, self._prefetch_ring) if self._prefetch_ring else None
 
     def land(self, move: Read) -> None:
-        buffer = self._targets.pop((move.plane, move.vram_slot))
+        buffer, ring = self._targets.pop((move.plane, move.vram_slot))
         event = self._copy_in(move.plane, move.vram_slot, buffer[: self._strides[move.plane]])
-        self._free_ring.append((buffer, event))
+        ring.append((buffer, event))
 
     def drop(self, move: Read) -> None:
-        self._free_ring.append((self._targets.pop((move.plane, move.vram_slot)), None))
+        buffer, ring = self._targets.pop((move.plane, move.vram_slot))
+        ring.append((buffer, None))
 
-    def promote(self, move: Promote) -> None:
+    def promote(self, move: Promote | Stage) -> None:
         self._copy_in(move.plane, move.vram_slot, self._ram[move.plane][move.ram_slot])
 
     def demote(self, move: Demote) -> None:
@@ -176,9 +188,19 @@ class CudaSlots:
 
     def close(self) -> None:
         torch.cuda.synchronize(self._device)
-        for held in (self._vram, self._ram, self._targets, self._free_ring):
+        for held in (self._vram, self._ram, self._targets, self._read_ring, self._prefetch_ring):
             held.clear()
         self._arena.close()
+
+    def _ring(self, num_slots: int, stride: int) -> _Ring:
+        return deque((self._arena.take(stride), None) for _ in range(num_slots))
+
+    def _take(self, move: Read, ring: _Ring) -> Tensor:
+        buffer, copied = ring.popleft()
+        if copied is not None:
+            copied.synchronize()
+        self._targets[move.plane, move.vram_slot] = buffer, ring
+        return buffer[: self._strides[move.plane]]
 
     def _copy_in(self, plane: str, vram_slot: int, source: Tensor) -> torch.cuda.Event:
         """The event of the copy into a slot, issued behind the slot's last use."""

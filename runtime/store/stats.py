@@ -40,18 +40,19 @@ class StoreStats:
         self._by_layer: dict[int, Counter[str]] = {}
         self._by_rank: dict[int, Counter[str]] = {}
         self._by_plane: dict[str, Counter[str]] = {}
+        self.prefetch: Counter[str] = Counter()  # slabs and bytes by what became of them
 
     def use(self, layer_idx: int, rank: int, rung: Rung, tier: str | None) -> None:
-        """One pick was served at `rung` from `tier`; None if dropped. Rank 0 is the heaviest."""
+        """One pick was served at `rung` from `tier`, "late" if it was on its way; None if dropped. Rank 0 is the heaviest."""
         name = rung.value if tier is None else f"{rung.value} {tier}"
         self._open.uses[name] += 1
         self._by_layer.setdefault(layer_idx, Counter())[name] += 1
         self._by_rank.setdefault(rank, Counter())[name] += 1
 
     def move(self, plane: str, kind: str, num_bytes: int, over_pcie: bool) -> None:
-        """A slab was moved: kind is read, promote or demote."""
+        """A slab was moved: kind is read, prefetch, promote, stage or demote."""
         self._by_plane.setdefault(plane, Counter())[kind] += 1
-        if kind == "read":
+        if kind in ("read", "prefetch"):
             self._open.bytes["NVMe"] += num_bytes
         if over_pcie:
             self._open.bytes["PCIe"] += num_bytes
@@ -85,6 +86,7 @@ class StoreStats:
             "recent_calls": [_per_token(record, count) | {"tokens": count} for count, record in self._window],
             "hit_rate_vram": _share(self._total.uses, "VRAM"),
             "hit_rate_ram": _share(self._total.uses, "RAM"),
+            "prefetch": dict(self.prefetch),
             "by_layer": {str(key): dict(value) for key, value in sorted(self._by_layer.items())},
             "by_rank": {str(key + 1): dict(value) for key, value in sorted(self._by_rank.items())},
             "by_plane": {key: dict(value) for key, value in sorted(self._by_plane.items())},

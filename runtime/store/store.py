@@ -21,11 +21,15 @@ from torch import Tensor
 from runtime.errors import StoreError
 from runtime.expert_weights import ExpertWeights
 from runtime.ladder import EXACT, AnyLadder, Rung, decide
+from runtime.prefetch import Prefetcher
+from runtime.store.lookahead import Lookahead
 from runtime.store.policies import ExpertKey
 from runtime.store.residency import Demote, Move, Promote, Read, Residency, Slab, Tier
 from runtime.store.slab_files import SlabFiles
 from runtime.store.slots import SlotMemory
+from runtime.store.staging import Staging
 from runtime.store.stats import WINDOW_TOKENS, StoreStats
+from runtime.store.tickets import Ticket
 
 
 @dataclass(slots=True)
@@ -59,24 +63,46 @@ class _Call(NamedTuple):
 class TieredStore:
     """An ExpertProvider (runtime.models.experts) that keeps what fits and streams the rest. One caller at a time."""
 
+    new_staging = Staging
+
     def __init__(
         self,
         weights: ExpertWeights,
-        residency: Residency,
+        new_residency: Callable[[], Residency],
         memory: SlotMemory,
         files: SlabFiles,
         ladder: AnyLadder,
         watch: Callable[[], None],
+        prefetcher: Prefetcher | None = None,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """Joins the parts; `residency` is empty and has the pools that `memory` has the slots of.
+        """Joins the parts.
 
-        `watch` is called now and then between tokens, to look after what the program does not own.
+        Args:
+            weights: The arithmetic of the experts.
+            new_residency: Makes empty tiers with the pools that `memory` has the slots of.
+            memory: The slots.
+            files: The reads.
+            ladder: What each pick may use.
+            watch: Called now and then between tokens, to look after what the program does not own.
+            prefetcher: Whose guesses are brought into the staging rings.
+            clock: Seconds; what waits and budgets are measured by.
         """
-        self.stats = StoreStats()
-        self._weights, self._residency, self._memory, self._files = weights, residency, memory, files
-        self._ladder, self._watch = ladder, watch
+        self.ladder, self.prefetcher = ladder, prefetcher
+        self._weights, self._new_residency, self._memory, self._files = weights, new_residency, memory, files
+        self._watch, self._clock = watch, clock
         self._last_layer = weights.config.num_hidden_layers - 1
         self._was_cut_off = False
+        self._begin()
+
+    def _begin(self) -> None:
+        self.stats, self._residency = StoreStats(), self._new_residency()
+        self._lookahead = None if self.prefetcher is None else self._new_lookahead(self.prefetcher)
+
+    def _new_lookahead(self, prefetcher: Prefetcher) -> Lookahead:
+        resolved, residency, files = prefetcher.budget.resolved, self._residency, self._files
+        staging = self.new_staging(residency, self._memory, files, self.stats, resolved)
+        return Lookahead(prefetcher, staging, residency, files, self._weights, self.ladder, self._clock)
 
     def __call__(self, layer_idx: int, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
         """Each pick's weighted output, float32 [T, K, D]; a pick that the ladder drops is zeros.
@@ -88,11 +114,14 @@ class TieredStore:
             raise StoreError(
                 "expert store: an earlier call was cut off inside a layer, expected every call to end; open the model again"
             )
+        seen = self._lookahead.begin_layer(layer_idx, x) if self._lookahead else None
         # Here the host waits for the router; everything below is decided by integers.
         work = self._plan(layer_idx, topk_ids.tolist(), topk_weights.tolist())
         call = _Call(x, torch.zeros(*topk_ids.shape, x.shape[-1], device=x.device), *_upload(work, x.device))
         for wave in self._waves(work):
             self._run_wave(wave, call)
+        if self._lookahead:
+            self._lookahead.end_layer(layer_idx, seen)
         if layer_idx == self._last_layer:
             for _ in range(len(x)):
                 self._residency.end_token()
@@ -101,18 +130,43 @@ class TieredStore:
                 self._watch()
         return call.output
 
+    def begin_step(self, token_id: int) -> None:
+        """The next forward is of this one token: what that alone decides is brought near."""
+        if self._lookahead:
+            self._lookahead.begin_step(token_id)
+
+    def restart(self) -> None:
+        """Empty tiers and counters, as after opening; for a comparison of runs that must begin alike."""
+        if self._lookahead:
+            self._lookahead.drain()
+        self._begin()
+
     def check_balance(self) -> None:
         """Nothing, if the accounts of all tiers balance; AssertionError with the numbers if not."""
         self._residency.check_balance()
 
     def as_dict(self) -> dict[str, object]:
         """The counters, and what the reader measured of the drive."""
-        return {**self.stats.as_dict(), "reader": self._files.stats(), "ladder": str(self._ladder)}
+        return {
+            **self.stats.as_dict(),
+            "reader": self._files.stats(),
+            "ladder": str(self.ladder),
+            "reproducible": self.is_reproducible,
+        }
 
     def describe(self) -> str:
         """The ladder and the slots of each plane, in a few words."""
-        exact = self._ladder.is_exact(self._weights.config.num_experts_per_tok)
-        return f"ladder {EXACT if exact else self._ladder}, slots {self._residency.describe()}"
+        note = "" if self.is_reproducible else ", not reproducible (prefetch decides with)"
+        return f"ladder {EXACT if self._is_exact else self.ladder}, slots {self._residency.describe()}{note}"
+
+    @property
+    def is_reproducible(self) -> bool:
+        """Whether what serves a pick follows from the tokens alone, and not from when a guess arrived."""
+        return self.prefetcher is None or self._is_exact
+
+    @property
+    def _is_exact(self) -> bool:
+        return self.ladder.is_exact(self._weights.config.num_experts_per_tok)
 
     def close(self) -> None:
         """Ends the reader's threads and releases the slots."""
@@ -125,7 +179,7 @@ class TieredStore:
         for token, (token_ids, token_weights) in enumerate(zip(ids, weights, strict=True)):
             keys = [ExpertKey(layer_idx, expert_id) for expert_id in token_ids]
             resident = [[self._is_resident(rung, key) for key in keys] for rung in (Rung.FP4, Rung.TWO_BIT)]
-            decision = decide(self._ladder, token_weights, *resident)
+            decision = decide(self.ladder, token_weights, *resident)
             for rank, (key, rung, weight) in enumerate(zip(keys, decision.rungs, decision.weights, strict=True)):
                 self.stats.use(layer_idx, rank, rung, self._tier(rung, key))
                 if rung is not Rung.DROP:
@@ -150,6 +204,8 @@ class TieredStore:
         places = [self._residency.place(*slab) for slab in self._slabs(rung, key)]
         if None in places:
             return "NVMe"
+        if any(place and place.tier is Tier.VRAM and place.in_flight for place in places):
+            return "late"
         return "RAM" if any(place and place.tier is Tier.RAM for place in places) else "VRAM"
 
     def _waves(self, work: Sequence[Work]) -> Iterator[list[Work]]:
@@ -174,8 +230,9 @@ class TieredStore:
         wants = dict.fromkeys(slab for item in wave for slab in item.slabs)
         try:
             moves = self._residency.acquire(wants)
-            missing = {(move.plane, move.key) for move in moves if isinstance(move, Read)}
-            with closing(self._carry_out(moves)) as arrivals:
+            late = self._lookahead.claim(wants) if self._lookahead else {}
+            missing = {(move.plane, move.key) for move in (*moves, *late.values()) if isinstance(move, Read)}
+            with closing(self._carry_out(moves, late)) as arrivals:
                 for arrived in arrivals:
                     missing.discard(arrived)
                     wave = self._compute_ready(wave, missing, call)
@@ -208,8 +265,8 @@ class TieredStore:
         call.output[tokens, ranks] = self._weights.apply(*item.key, item.rung, slabs, call.x[tokens], weights).float()
         self._memory.after_use(slots)
 
-    def _carry_out(self, moves: list[Move]) -> Generator[Slab | None]:
-        """Issues all moves; yields None once nothing but reads is left to wait for, then each slab that a read has brought.
+    def _carry_out(self, moves: list[Move], late: dict[Ticket, Read]) -> Generator[Slab | None]:
+        """Issues all moves, beside the reads that are `late`; yields None once nothing but reads is left to wait for, then each slab that a read has brought.
 
         Raises:
             StoreError: Of the first read that failed, after the last one has ended.
@@ -218,8 +275,8 @@ class TieredStore:
             self._copy(move)
         reads = [move for move in moves if isinstance(move, Read)]
         size = self._memory.reads_at_once or max(len(reads), 1)
-        batches = [reads[begin : begin + size] for begin in range(0, len(reads), size)]
-        submitted = [self._files.submit(batch, self._memory) for batch in batches[:1]]
+        batches = [reads[begin : begin + size] for begin in range(0, len(reads) or 1, size)]
+        submitted = [late | self._files.submit(batch, self._memory) for batch in batches[:1]]
         yield None
         error: StoreError | None = None
         for number in range(len(batches)):
@@ -229,7 +286,8 @@ class TieredStore:
                 if failure is None:
                     self._memory.land(move)
                     self._residency.arrived(move.plane, move.key)
-                    self._count(move, "read")
+                    if move not in late.values():
+                        self._count(move, "read")
                     yield move.plane, move.key
                 else:
                     self._memory.drop(move)
@@ -255,9 +313,9 @@ class TieredStore:
     def _timed(self, completions: Iterator[tuple[Read, StoreError | None]]) -> Iterator[tuple[Read, StoreError | None]]:
         """The completions, the time spent waiting for each counted as exposed wait."""
         while True:
-            start = time.perf_counter()
+            start = self._clock()
             completion = next(completions, None)
-            self.stats.wait(time.perf_counter() - start)
+            self.stats.wait(self._clock() - start)
             if completion is None:
                 return
             yield completion

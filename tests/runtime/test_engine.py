@@ -187,7 +187,8 @@ def test_token_ids_outside_the_vocabulary(session: Session, ids: list[int]) -> N
         ({"context": 0}, "context is 0 tokens"),
         ({"ladder": "1,2"}, "prep requant"),
         ({"ladder": "3"}, "not a ladder"),
-        ({"prefetch": "predictor"}, "prefetch is 'predictor'"),
+        ({"prefetch": "predictor"}, "--prefetch: .* is a released checkpoint"),
+        ({"slots": "1,2,3,4"}, "--slots: .* is a released checkpoint"),
     ],
 )
 def test_options_that_cannot_be_met(checkpoint: Path, options: dict[str, object], message: str) -> None:

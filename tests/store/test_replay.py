@@ -8,11 +8,14 @@ from itertools import combinations
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from predictor.trace_files import Document, TraceRecord, TraceShape, write_record, write_shard
+from predictor.traces import Trace as Recorded
 from runtime.errors import StrawError
-from runtime.store.replay import Belady, Lfu, Lru, Trace, hit_rate, load_trace, main, replay
+from runtime.store.replay import Belady, Lfu, Lru, Trace, from_recorded, hit_rate, load_trace, main, replay
 from runtime.store.residency import ExpertKey, PoolSizes, Read, Residency
 
 TRACES = Path(__file__).parents[1] / "traces"
@@ -165,3 +168,32 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert '"cold": {"lru": 0.6667, "lfu_2": 0.6667, "lfu_never": 0.6667, "belady": 0.6667}' in output.out
     assert "3 tokens, 2 layers x 4 experts" in output.err
     assert main([str(tmp_path / "b.jsonl")]) == 1
+
+
+@pytest.fixture
+def recorded(tmp_path: Path) -> Path:
+    """A directory of `prep trace`: 7 tokens in shards of 4, 2 layers of 3 picks; token t picks t, t + 1 and t + 5 of 12."""
+    record = TraceRecord(TraceShape(8, 12, 2, 3), "fp", False, 4, {}, 7, (Document("d", 0, 7),), done=True)
+    ids = (torch.arange(7)[:, None] + torch.tensor([0, 1, 5])).to(torch.int16).expand(2, 7, 3)
+    for start, count in record.shards():
+        rows = slice(start, start + count)
+        parts = {"weights": torch.ones(2, count, 3), "token_ids": torch.arange(7)[rows].int(), "ids": ids[:, rows]}
+        write_shard(tmp_path, record, start, parts)
+    write_record(tmp_path, record)
+    return tmp_path
+
+
+def test_a_trace_of_our_own(recorded: Path) -> None:
+    trace = load_trace(recorded)
+    assert (trace.num_layers, trace.num_experts, trace.is_ranked) == (2, 12, True)
+    assert trace.picks == [[[t, t + 1, t + 5]] * 2 for t in range(7)]
+    assert hits(trace, Lru(), 6) == 2 * 6  # one of three is the token's before, in each layer
+    assert from_recorded(Recorded.open(recorded), 5).picks == trace.picks[:5]
+
+
+def test_a_damaged_trace_of_our_own_is_one_line(recorded: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(recorded), "--slots", "6"]) == 0
+    assert "7 tokens, 2 layers x 12 experts" in capsys.readouterr().err
+    (recorded / "shard-00001.safetensors").unlink()
+    assert main([str(recorded), "--slots", "6"]) == 1
+    assert "shard-00001.safetensors: cannot be read" in capsys.readouterr().err

@@ -29,6 +29,7 @@ from runtime.store.residency import (
     Read,
     Residency,
     Slab,
+    Stage,
     Tier,
     check_pools,
 )
@@ -246,8 +247,8 @@ def test_a_right_guess_changes_places_with_the_victim() -> None:
     residency = Residency({"fp4": PoolSizes(vram=1, ram=1, staging=2)})
     serve(residency, A)
     assert residency.stage("fp4", A) is None  # it is held
-    assert residency.stage("fp4", B) == 1
-    assert residency.stage("fp4", C) == 2
+    assert residency.stage("fp4", B) == Read("fp4", B, 1)
+    assert residency.stage("fp4", C) == Read("fp4", C, 2)
     assert residency.stage("fp4", D) is None  # both in flight
     assert not residency.is_resident(FP4, B)
     residency.arrived("fp4", B)
@@ -255,10 +256,33 @@ def test_a_right_guess_changes_places_with_the_victim() -> None:
     assert residency.acquire(slabs(B)) == [Demote("fp4", A, 0, 0)]
     assert residency.place("fp4", B) == Place(Tier.VRAM, 1, in_flight=False)
     residency.check_balance()
-    assert residency.stage("fp4", E) == 0  # the victim's slot has B's turn
+    assert residency.stage("fp4", E) == Read("fp4", E, 0)  # the victim's slot has B's turn
     residency.arrived("fp4", C)
-    assert residency.stage("fp4", F) == 2  # C was a wrong guess
+    assert residency.stage("fp4", F) is None  # C may still be right
+    residency.retire(C.layer_idx)
+    assert residency.stage("fp4", F) == Read("fp4", F, 2)  # C was a wrong guess
     assert residency.place("fp4", C) is None
+    residency.check_balance()
+
+
+def test_a_guess_in_ram_takes_nothing_until_it_is_right() -> None:
+    residency = Residency({"fp4": PoolSizes(vram=1, ram=1, staging=1)})
+    serve(residency, A)
+    serve(residency, B)  # A goes down
+    assert residency.stage("fp4", A) == Stage("fp4", A, 0, 1)
+    residency.arrived("fp4", A)
+    assert residency.place("fp4", A) == Place(Tier.VRAM, 1, in_flight=False, is_staged=True)
+    residency.check_balance()
+    residency.retire(A.layer_idx)
+    assert residency.stage("fp4", C) == Read("fp4", C, 1)
+    residency.failed("fp4", C)
+    assert residency.place("fp4", A) == Place(Tier.RAM, 0, in_flight=False)  # a wrong guess: still in RAM
+    assert residency.stage("fp4", A) == Stage("fp4", A, 0, 1)
+    residency.arrived("fp4", A)
+    assert residency.acquire(slabs(A)) == [
+        Forget("fp4", B, Tier.VRAM, 0)
+    ]  # a right one: as without it, but for the copy
+    assert residency.place("fp4", A) == Place(Tier.VRAM, 1, in_flight=False)
     residency.check_balance()
 
 
@@ -276,8 +300,9 @@ def test_guesses_take_the_ring_slots_in_turn() -> None:
     residency = Residency({"fp4": PoolSizes(vram=1, staging=2)})
     taken = []
     for key in (A, B, C, D, E):
-        taken.append(residency.stage("fp4", key))
+        taken.append(residency.stage("fp4", key).vram_slot)
         residency.arrived("fp4", key)
+        residency.retire(key.layer_idx)
     assert taken == [1, 2, 1, 2, 1]
 
 
@@ -285,7 +310,7 @@ def test_a_failed_guess_leaves_its_ring_slot_empty() -> None:
     residency = Residency({"fp4": PoolSizes(vram=1, staging=1)})
     residency.stage("fp4", A)
     residency.failed("fp4", A)
-    assert residency.stage("fp4", B) == 1
+    assert residency.stage("fp4", B) == Read("fp4", B, 1)
     residency.check_balance()
 
 
@@ -615,14 +640,25 @@ class ResidencyMachine(RuleBasedStateMachine):
         key = ExpertKey(0, expert)
         for plane in self.planes(is_fp4):
             held = self.residency.place(plane, key)
-            slot_id = self.residency.stage(plane, key)
-            if slot_id is None:
-                in_flight = [s for s in self.arriving if s[0] == plane and self.residency.place(*s).is_staged]
-                assert held is not None or len(in_flight) == self.pools[plane].staging
+            move = self.residency.stage(plane, key)
+            if move is None:
+                staged = [e for e in range(9) if (p := self.residency.place(plane, ExpertKey(0, e))) and p.is_staged]
+                full = len(staged) == self.pools[plane].staging
+                assert full or (held is not None and held.tier is Tier.VRAM)
                 continue
-            assert held is None
-            assert self.residency.place(plane, key) == Place(Tier.VRAM, slot_id, in_flight=True, is_staged=True)
-            self.fill((plane, key), slot_id)
+            assert held is None or held.tier is Tier.RAM
+            assert isinstance(move, Read if held is None else Stage)
+            if isinstance(move, Stage):
+                assert self.ram[plane, move.ram_slot] == key
+            assert self.residency.place(plane, key) == Place(Tier.VRAM, move.vram_slot, in_flight=True, is_staged=True)
+            self.fill((plane, key), move.vram_slot)
+            if isinstance(move, Stage):  # ordered before whatever follows, as all copies are
+                self.arriving.pop((plane, key))
+                self.residency.arrived(plane, key)
+
+    @rule()
+    def retire(self) -> None:
+        self.residency.retire(0)
 
     @rule(expert=st.integers(0, 8), is_fp4=st.booleans(), times=st.integers(1, 3))
     def use(self, expert: int, is_fp4: bool, times: int) -> None:
@@ -660,7 +696,7 @@ class ResidencyMachine(RuleBasedStateMachine):
         for expert in range(9):
             base, residual = (self.residency.place(plane, ExpertKey(0, expert)) for plane in SPLIT)
             if residual is not None and not residual.is_staged and not residual.in_flight:
-                assert base is not None and base.tier is residual.tier
+                assert base is not None and (base.is_staged or base.tier is residual.tier)
 
 
 TestResidency = ResidencyMachine.TestCase
