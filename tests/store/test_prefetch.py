@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import random
+import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,11 +20,13 @@ from prep.layout import layout
 from prep.requant import requant
 from runtime import open_model
 from runtime.artifact import ModelDirectory
+from runtime.engine import Session
 from runtime.errors import StrawError
 from runtime.ladder import Ladder, Rung
 from runtime.prefetch import LEAST_TRUST, DriveBudget, Guess, Prefetcher
 from runtime.store import assemble
 from runtime.store.policies import ExpertKey
+from runtime.store.reader import SlabReader
 
 NUM_EXPERTS, NUM_PICKS, NUM_LAYERS, NUM_HASH = 12, 3, 7, 2
 COMPUTE_US = 1000  # of a layer
@@ -50,8 +56,8 @@ class Teacher:
 
     lookaheads = (2, 3)
 
-    def __init__(self, picks: list[list[list[int]]], is_wrong: bool) -> None:
-        self._picks, self._is_wrong, self._token = picks, is_wrong, -1
+    def __init__(self, picks: list[list[list[int]]], is_wrong: bool, device: str = "cpu") -> None:
+        self._picks, self._is_wrong, self._device, self._token = picks, is_wrong, device, -1
 
     def scores(self, layer_idx: int, x: Tensor) -> Tensor:
         self._token += layer_idx == 0
@@ -59,7 +65,7 @@ class Teacher:
         for row, lookahead in enumerate(self.lookaheads):
             if layer_idx + lookahead < NUM_LAYERS:
                 scores[0, row, self._picks[self._token][layer_idx + lookahead]] = 1.0
-        return 1 - scores if self._is_wrong else scores
+        return (1 - scores if self._is_wrong else scores).to(self._device)
 
 
 class Run(NamedTuple):
@@ -186,6 +192,44 @@ def test_below_exact_a_guess_changes_only_what_was_resident(play: Callable[..., 
     right = play(50, slots, Teacher(off.picks, is_wrong=False), ladder=ladder)
     assert not right.stats["reproducible"]
     assert right.stats["per_token"]["uses"].get("dropped", 0) <= off.stats["per_token"]["uses"]["dropped"]
+
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_with_real_reads_at_random_times_too(model: Path, monkeypatch: pytest.MonkeyPatch, device: str) -> None:
+    """Threads, events and copies instead of the virtual drive: guesses that are right, wrong or late change no bit."""
+    draw = random.Random(3)
+
+    def preadv(descriptor: int, targets: list[memoryview], offset: int) -> int:
+        time.sleep(draw.random() * 2e-3)
+        return os.preadv(descriptor, targets, offset)
+
+    monkeypatch.setattr(assemble, "SlabReader", partial(SlabReader, preadv=preadv))
+    slots = (16, 10, 0, 0)
+    off, picks, _ = real_run(open_model(model, slots=slots, device=device, dtype="float32"))
+    for is_wrong in (False, True):
+        session = open_model(model, slots=slots, prefetch="hash", device=device, dtype="float32")
+        prefetcher = session._experts.prefetcher  # type: ignore[attr-defined]
+        prefetcher._predictor = Teacher(picks, is_wrong, device)
+        logits, _, stats = real_run(session)
+        assert torch.equal(logits, off)
+        assert stats["prefetch"]["used"] + stats["prefetch"].get("late", 0) > 0
+        assert is_wrong == bool(stats["prefetch"].get("wasted", 0) + stats["prefetch"].get("cancelled", 0))
+
+
+def real_run(session: Session) -> tuple[Tensor, list[list[list[int]]], dict[str, Any]]:
+    """Logits of TOKENS, the routing of each step, and the store's counters; the accounts are checked after each step."""
+    picks: list[list[int]] = []
+    logits = [session.prefill(TOKENS[:PREFIX])]
+    session.observer = lambda layer_idx, x, ids, weights: picks.append(ids[0].tolist())
+    for token_id in TOKENS[PREFIX:]:
+        logits.append(session.step(token_id))
+        session._experts.check_balance()  # type: ignore[attr-defined]
+    stats = session.stats()["store"]
+    session.close()
+    return torch.stack(logits), [picks[at : at + NUM_LAYERS] for at in range(0, len(picks), NUM_LAYERS)], stats
 
 
 def test_settings_that_cannot_be_met(model: Path) -> None:
