@@ -1,6 +1,6 @@
 """A conversation over a Session: which token ids each turn sends, and the loop that talks with a person.
 
-Owns turns and their streaming to a terminal. The grammar of a turn is `chat_template`'s, the tokens are the session's.
+Owns turns. An answer's way to the terminal is `answering`'s, the grammar of a turn is `chat_template`'s, the tokens are the session's.
 """
 
 from __future__ import annotations
@@ -8,14 +8,12 @@ from __future__ import annotations
 import json
 import signal
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import TextIO
 
 from tokenizers import Tokenizer
 
+from runtime.answering import AnswerStream, Sampling
 from runtime.chat_template import ChatOptions, Message, render_prompt, render_transcript, split_answer
 from runtime.engine import Session
 from runtime.errors import ArtifactError, ContextFullError, StrawError
@@ -23,42 +21,6 @@ from runtime.prompt_file import checked_prompt
 from runtime.tokenizer import Detokenizer, encode
 
 HELP = "/reset forgets the conversation, /stats prints counters, Ctrl-C stops an answer, Ctrl-D or /exit ends"
-
-
-@dataclass(frozen=True, slots=True)
-class Sampling:
-    """How answers are drawn and how long they may become."""
-
-    max_new_tokens: int
-    temperature: float
-    top_p: float
-    seed: int
-
-
-@dataclass(slots=True)
-class Timing:
-    """Wall clock of one answer, measured where its tokens arrive."""
-
-    started: float = field(default_factory=time.perf_counter)
-    first_token_seconds: float | None = None
-    tokens: int = 0
-
-    def count(self) -> None:
-        """One more token has arrived."""
-        self.tokens += 1
-        if self.first_token_seconds is None:
-            self.first_token_seconds = time.perf_counter() - self.started
-
-    def line(self, prompt_tokens: int) -> str:
-        """Time to first token; then the tokens after it, their seconds and their rate, apart from the prompt's work."""
-        if self.first_token_seconds is None:
-            return "no token"
-        seconds = time.perf_counter() - self.started - self.first_token_seconds
-        first = f"first token after {self.first_token_seconds:.2f} s ({prompt_tokens:,} prompt tokens)"
-        if self.tokens < 2:
-            return first
-        rate = (self.tokens - 1) / seconds
-        return f"{first} · decode {self.tokens - 1:,} tokens in {seconds:.2f} s = {rate:.2f} tokens/s"
 
 
 class Conversation:
@@ -114,21 +76,6 @@ def require_tokenizer(session: Session) -> Tokenizer:
     return session.tokenizer
 
 
-def stream_answer(
-    session: Session, prompt_ids: list[int], sampling: Sampling, output: TextIO
-) -> Iterator[tuple[int, Timing]]:
-    """Yields each answer id with the running Timing after writing its text to `output`."""
-    detokenizer, timing = Detokenizer(require_tokenizer(session)), Timing()
-    for token_id in session.generate(
-        prompt_ids, sampling.max_new_tokens, sampling.temperature, sampling.top_p, sampling.seed
-    ):
-        timing.count()
-        output.write(detokenizer.push(token_id))
-        output.flush()
-        yield token_id, timing
-    output.write(detokenizer.finish() + "\n")
-
-
 @contextmanager
 def interrupts_between_tokens(session: Session) -> Iterator[None]:
     """Within: the first Ctrl-C waits for the token under way to end, so that nothing is lost; a second one does not wait."""
@@ -147,24 +94,23 @@ def interrupts_between_tokens(session: Session) -> Iterator[None]:
 
 def answer(session: Session, conversation: Conversation, text: str, sampling: Sampling) -> None:
     """Streams the answer to `text` to stdout and its timing to stderr, and records it; Ctrl-C ends it early."""
-    prompt_ids, answer_ids, timing = conversation.ask(text), list[int](), Timing()
+    prompt_ids = conversation.ask(text)
+    stream = AnswerStream(session, require_tokenizer(session), sampling, sys.stdout, sys.stderr)
     note = ""
     try:
         with interrupts_between_tokens(session):
-            for token_id, running in stream_answer(session, prompt_ids, sampling, sys.stdout):
-                answer_ids.append(token_id)
-                timing = running
+            stream.run(prompt_ids)
     except KeyboardInterrupt:
         note = "stopped; the conversation is kept\n"
         sys.stdout.write("\n")
     except ContextFullError as full:
         note = f"{full}\n"
         sys.stdout.write("\n")
-    if answer_ids:
-        conversation.answered(prompt_ids, answer_ids, session.config.eos_token_id)
+    if stream.answer_ids:
+        conversation.answered(prompt_ids, stream.answer_ids, session.config.eos_token_id)
     else:
         conversation.withdraw()
-    sys.stderr.write(f"{note}{timing.line(len(prompt_ids))}\n")
+    sys.stderr.write(f"{note}{stream.line(len(prompt_ids))}\n")
 
 
 def converse(session: Session, conversation: Conversation, sampling: Sampling) -> None:

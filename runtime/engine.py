@@ -25,7 +25,7 @@ from runtime.config import ModelConfig
 from runtime.demo import DEMO_NAME, prepared_demo
 from runtime.devices import compute_device
 from runtime.errors import ArtifactError, ContextFullError, StrawError
-from runtime.ladder import check_precisions, parse_ladder
+from runtime.ladder import AnyLadder, Ladder, check_precisions, parse_ladder
 from runtime.models.deepseek_v4.build import build_model
 from runtime.models.deepseek_v4.model import DeepseekV4
 from runtime.models.deepseek_v4.state import Snapshot, State
@@ -62,6 +62,15 @@ class SessionSnapshot:
     state: Snapshot
 
 
+@dataclass(frozen=True, slots=True)
+class SessionMark:
+    """A moment of the running sequence, for `rewind`: light, and good only while the sequence has not been left."""
+
+    serial: int
+    num_tokens: int
+    state: Snapshot
+
+
 class Session:
     """One model, one sequence. Not thread-safe; a call that fails or is interrupted leaves an empty sequence behind."""
 
@@ -76,6 +85,8 @@ class Session:
         self._token_ids: list[int] = []  # the tokens that `_state` holds
         self._counters = Counters()
         self._is_interrupted = False
+        self._marks: dict[int, int] = {}  # tokens before each mark that can still be rewound to, by serial number
+        self._num_marks = 0
         self._end = weakref.finalize(self, experts.close if isinstance(experts, TieredStore) else lambda: None)
 
     @property
@@ -87,6 +98,27 @@ class Session:
     def token_ids(self) -> list[int]:
         """A copy of the sequence so far."""
         return list(self._token_ids)
+
+    @property
+    def ladder(self) -> AnyLadder:
+        """What each pick may use from the next forward on; can be set to any ladder that `can_serve` allows."""
+        exact = Ladder.exact(self.config.num_experts_per_tok)
+        return self._experts.ladder if isinstance(self._experts, TieredStore) else exact
+
+    @ladder.setter
+    def ladder(self, ladder: AnyLadder) -> None:
+        if not self.can_serve(ladder):
+            raise StrawError(
+                f"ladder {ladder}: {self.experts_line} has not the slots for it, expected {self.config.num_experts_per_tok} in VRAM for each of its planes; open the model with other --slots"
+            )
+        if isinstance(self._experts, TieredStore):
+            self._experts.ladder = ladder
+
+    def can_serve(self, ladder: AnyLadder) -> bool:
+        """Whether the slots that were allocated at opening suffice for this ladder."""
+        if isinstance(self._experts, TieredStore):
+            return self._experts.can_serve(ladder)
+        return ladder.is_exact(self.config.num_experts_per_tok)
 
     @property
     def experts_line(self) -> str:
@@ -156,12 +188,32 @@ class Session:
     def restore(self, snapshot: SessionSnapshot) -> None:
         """Back to the snapshot's sequence, bit for bit."""
         self._state.restore(snapshot.state)
-        self._token_ids = list(snapshot.token_ids)
+        self._token_ids, self._marks = list(snapshot.token_ids), {}
+
+    def mark(self) -> SessionMark:
+        """The sequence as it stands, for `rewind`; 17.8 MB for V4-Flash where a snapshot takes up to a context's entries more."""
+        self._num_marks += 1
+        self._marks[self._num_marks] = len(self._token_ids)
+        return SessionMark(self._num_marks, len(self._token_ids), self._state.mark())
+
+    def rewind(self, mark: SessionMark) -> None:
+        """Takes back every token since the mark, bit for bit; later marks are void.
+
+        Raises:
+            ValueError: The sequence has been reset, restored or rewound behind the mark since.
+        """
+        if mark.serial not in self._marks:
+            raise ValueError(
+                f"rewind: the mark at token {mark.num_tokens:,} is of a sequence that was left, expected this one's"
+            )
+        self._state.rewind(mark.state)
+        del self._token_ids[mark.num_tokens :]
+        self._marks = {serial: n for serial, n in self._marks.items() if serial <= mark.serial}
 
     def reset(self) -> None:
         """An empty sequence."""
         self._state.reset()
-        self._token_ids = []
+        self._token_ids, self._marks = [], {}
 
     def interrupt(self) -> None:
         """Makes the next prefill chunk or step raise KeyboardInterrupt before it begins; safe in a signal handler.
@@ -179,13 +231,21 @@ class Session:
         """Ends the store's threads and releases its slots, as the end of the session's life does; nothing works after it."""
         self._end()
 
-    def _generate(self, prompt_ids: list[int], max_new_tokens: int, sampler: Sampler) -> Iterator[int]:
+    def extend(self, prompt_ids: Sequence[int]) -> Tensor:
+        """float32 [V]: the next-token logits after `prompt_ids`, the whole text from position 0; what is held of it is kept.
+
+        Errors as in `prefill`.
+        """
+        ids = self._checked(prompt_ids)
         self._is_interrupted = False  # one that came when the last answer was over is not meant for this one
         held = len(self._token_ids)
-        if held >= len(prompt_ids) or prompt_ids[:held] != self._token_ids:
+        if held >= len(ids) or ids[:held] != self._token_ids:
             self.reset()
             held = 0
-        logits = self.prefill(prompt_ids[held:])
+        return self.prefill(ids[held:])
+
+    def _generate(self, prompt_ids: list[int], max_new_tokens: int, sampler: Sampler) -> Iterator[int]:
+        logits = self.extend(prompt_ids)
         for remaining in reversed(range(max_new_tokens)):
             token_id = sampler(logits)
             yield token_id

@@ -33,14 +33,14 @@ class Lookahead:
     ) -> None:
         """Joins the parts of one store."""
         self._prefetcher, self._staging, self._residency, self._files = prefetcher, staging, residency, files
-        self._weights, self._ladder, self._clock = weights, ladder, clock
+        self._weights, self.ladder, self._clock = weights, ladder, clock
         self._known: list[Guess] = []  # certain guesses that the ring has had no room for yet
         self._last_look = clock(), files.progress()
 
     def begin_step(self, token_id: int) -> None:
         """The next forward is of this one token: brings near what that alone decides."""
         self._last_look = self._clock(), self._files.progress()
-        self._known = self._prefetcher.begin_step(token_id, self._ladder)
+        self._known = self._prefetcher.begin_step(token_id, self.ladder)
         self._stage_known()
 
     def begin_layer(self, layer_idx: int, x: Tensor) -> Tensor | None:
@@ -59,7 +59,7 @@ class Lookahead:
         self._measure()
         self._known = [guess for guess in self._known if guess.key.layer_idx > layer_idx]
         self._stage_known()
-        for guess in [] if seen is None else self._prefetcher.guesses(layer_idx, seen.tolist(), self._ladder):
+        for guess in [] if seen is None else self._prefetcher.guesses(layer_idx, seen.tolist(), self.ladder):
             for slab in self._slabs(guess):
                 if not self._prefetcher.budget.has_room(self._files.stride_bytes(slab[0])):
                     return

@@ -88,7 +88,7 @@ class TieredStore:
             prefetcher: Whose guesses are brought into the staging rings.
             clock: Seconds; what waits and budgets are measured by.
         """
-        self.ladder, self.prefetcher = ladder, prefetcher
+        self._ladder, self.prefetcher = ladder, prefetcher
         self._weights, self._new_residency, self._memory, self._files = weights, new_residency, memory, files
         self._watch, self._clock = watch, clock
         self._last_layer = weights.config.num_hidden_layers - 1
@@ -129,6 +129,26 @@ class TieredStore:
             if self.stats.num_tokens % WINDOW_TOKENS < len(x):
                 self._watch()
         return call.output
+
+    @property
+    def ladder(self) -> AnyLadder:
+        """What each pick may use; a change holds from the next call on."""
+        return self._ladder
+
+    @ladder.setter
+    def ladder(self, ladder: AnyLadder) -> None:
+        self._ladder = ladder
+        if self._lookahead:
+            self._lookahead.ladder = ladder
+
+    def can_serve(self, ladder: AnyLadder) -> bool:
+        """Whether VRAM has the slots of one token's picks for each plane that the ladder may demand."""
+        num_picks = self._weights.config.num_experts_per_tok
+        planes = self._weights.planes(Rung.FP4) if ladder.needs_fp4(num_picks) else ()
+        if not ladder.is_exact(num_picks) and ladder.needs_two_bit(num_picks):
+            planes += self._weights.planes(Rung.TWO_BIT) or ("2-bit, which is not there",)
+        has_pools = self._residency.has_pools(planes)
+        return has_pools and all(self._residency.num_vram_slots(plane) >= num_picks for plane in planes)
 
     def begin_step(self, token_id: int) -> None:
         """The next forward is of this one token: what that alone decides is brought near."""

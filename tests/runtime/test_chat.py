@@ -11,12 +11,13 @@ import pytest
 from tiny_tokenizer import build_tokenizer
 from tokenizers import Tokenizer
 
-from runtime.chat import Conversation, Sampling, Timing, answer, converse, require_tokenizer
+from runtime.answering import Sampling, Timing
+from runtime.chat import Conversation, answer, converse, require_tokenizer
 from runtime.chat_template import ASSISTANT, BOS, EOS, THINK_END, THINK_START, USER, ChatOptions
 from runtime.errors import ArtifactError, ContextFullError
 from runtime.tokenizer import encode
 
-SAMPLING = Sampling(max_new_tokens=50, temperature=0.0, top_p=1.0, seed=0)
+SAMPLING = Sampling(max_new_tokens=50, temperature=0.0, top_p=1.0, seed=0, guard=False)
 
 
 @pytest.fixture(scope="module")
@@ -134,8 +135,11 @@ def test_the_loop_answers_and_obeys_commands(
 
 def test_timing_keeps_prompt_and_decode_apart() -> None:
     timing = Timing(started=0.0, first_token_seconds=2.0, tokens=1)
-    assert timing.line(9) == "first token after 2.00 s (9 prompt tokens)"
-    assert Timing().line(9) == "no token"
+    assert timing.line(9, None) == "first token after 2.00 s (9 prompt tokens)"
+    assert Timing().line(9, None) == "no token"
+    longer = Timing(started=0.0, first_token_seconds=2.0, last_token_seconds=4.0, tokens=9)
+    assert longer.line(9, None).endswith("decode 8 tokens in 2.00 s = 4.00 tokens/s")
+    assert "tokens/s" not in longer.line(9, "a loop")
 
 
 def test_text_needs_a_tokenizer(tokenizer: Tokenizer) -> None:

@@ -85,6 +85,19 @@ class State:
         """A copy that `restore` accepts at any later time."""
         return Snapshot(self.length, tuple(tensor.clone() for tensor in self._live(self.length)))
 
+    def mark(self) -> Snapshot:
+        """A light copy: without the compressed entries, which a sequence only adds to. For `rewind`, while it goes on.
+
+        V4-Flash: 17.8 MB in bfloat16, whatever the length.
+        """
+        return Snapshot(self.length, tuple(tensor.clone() for tensor in self._moving()))
+
+    def rewind(self, mark: Snapshot) -> None:
+        """Back to a mark of this same sequence, bit for bit: every entry before it must still be the one it had then."""
+        for target, saved in zip(self._moving(), mark.tensors, strict=True):
+            target.copy_(saved)
+        self._set_length(mark.length)
+
     def restore(self, snapshot: Snapshot) -> None:
         """Back to the moment of the snapshot, bit for bit; the snapshot stays usable."""
         for target, saved in zip(self._live(snapshot.length), snapshot.tensors, strict=True):
@@ -97,11 +110,16 @@ class State:
 
     def _live(self, length: int) -> list[Tensor]:
         """Views of everything that a sequence of `length` tokens has written."""
+        compressors = [c for layer in self.layers for c in layer.compressors()]
+        return [*self._moving(), *(c.entries[: length // c.ratio] for c in compressors)]
+
+    def _moving(self) -> list[Tensor]:
+        """What later tokens overwrite: rings and open windows."""
         views: list[Tensor] = []
         for layer in self.layers:
             views.append(layer.window_ring)
             for c in layer.compressors():
-                views += [c.values, c.gates, c.entries[: length // c.ratio]]
+                views += [c.values, c.gates]
         return views
 
 
