@@ -19,7 +19,6 @@ from kernels.formats import CODES
 from predictor.errors import PredictorError
 from predictor.model import WIDTH, load
 from predictor.trace_files import TraceRecord, read_record
-from prep.documents import read_documents, token_sequences
 from prep.jobs import free_disk_bytes, say
 from prep.layout import layout
 from prep.requant import DEFAULT_CODEC, requant
@@ -28,6 +27,7 @@ from prep.trace import TraceOptions, trace
 from prep.train_predictor import Settings, train_predictor
 from runtime.artifact import MANIFEST, ModelDirectory, read_manifest
 from runtime.config import ModelConfig
+from runtime.documents import read_documents, token_sequences
 from runtime.engine import PREFILL_CHUNK
 from runtime.errors import StrawError
 from runtime.manifest import CODECS, PREDICTOR, TRACE, PlaneRecord

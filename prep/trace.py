@@ -31,15 +31,16 @@ from predictor.trace_files import (
     write_record,
 )
 from predictor.traces import Trace
-from prep.documents import digests, read_documents, token_sequences
 from prep.jobs import free_disk_bytes, require_free_disk, say, write_lock
 from prep.trace_recorder import Recorder
 from runtime.artifact import ModelDirectory, write_heat
 from runtime.config import ModelConfig
 from runtime.devices import compute_device
-from runtime.engine import DEFAULT_CONTEXT, Session, open_model
+from runtime.documents import digests, read_documents, token_sequences
+from runtime.engine import Session
 from runtime.errors import ArtifactError, StrawError
 from runtime.manifest import TRACE
+from runtime.opening import DEFAULT_CONTEXT, open_model
 from runtime.predictors import trace_shape
 from runtime.sampler import Sampler
 from runtime.tokenizer import TOKENIZER_FILE, load_tokenizer

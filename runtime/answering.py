@@ -15,7 +15,7 @@ from typing import TextIO
 from tokenizers import Tokenizer
 
 from runtime.engine import Session
-from runtime.guard import Guard, Reported, Withdrawn, Written
+from runtime.guard import Guard, GuardCounts, Reported, Withdrawn, Written
 from runtime.junk import Finding, audit
 from runtime.sampler import Sampler
 from runtime.speed import answer_rules, invalid_reason
@@ -94,6 +94,7 @@ class AnswerStream:
     ) -> None:
         """`notes` takes a line for people about each rollback; None where nobody watches."""
         self.answer_ids, self.timing, self.findings = list[int](), Timing(), list[Finding]()
+        self.counts = GuardCounts()  # all zero without the guard
         self._session, self._tokenizer, self._sampling, self._output, self._notes = (
             session,
             tokenizer,
@@ -127,7 +128,7 @@ class AnswerStream:
 
     def _run_guarded(self, prompt_ids: Sequence[int]) -> None:
         guard, sampling = Guard(self._session, self._rules), self._sampling
-        self.findings = guard.findings
+        self.findings, self.counts = guard.findings, guard.counts
         sampler = Sampler(sampling.temperature, sampling.top_p, sampling.seed)
         for event in guard.answer(prompt_ids, sampling.max_new_tokens, sampler):
             if isinstance(event, Written):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -13,7 +14,8 @@ from runtime.console import run_cli
 from runtime.errors import StrawError
 
 if TYPE_CHECKING:
-    from runtime.chat import Sampling
+    from runtime.answering import Sampling
+    from runtime.bench_prompts import BenchPrompt
     from runtime.chat_template import ChatOptions
     from runtime.engine import Session
 
@@ -26,7 +28,10 @@ Device = Annotated[str | None, typer.Option("--device", help="cpu, cuda or cuda:
 Dtype = Annotated[str | None, typer.Option("--dtype", help="float32 or bfloat16; default: float32 on the CPU.")]
 Context = Annotated[int | None, typer.Option("--context", help="Tokens of the longest conversation.")]
 Ladder = Annotated[
-    str, typer.Option("--ladder", help="a,b or exact or mass:hi,lo; auto: exact if all experts fit, else 2,4.")
+    str,
+    typer.Option(
+        "--ladder", help="a,b or exact or mass:hi,lo; auto: as tuned, else exact if all experts fit, else 2,4."
+    ),
 ]
 Renormalise = Annotated[
     bool,
@@ -39,7 +44,10 @@ Slots = Annotated[
 Vram = Annotated[str | None, typer.Option("--vram", help="Budget for all the process uses there, e.g. 24GB.")]
 Ram = Annotated[str | None, typer.Option("--ram", help="Budget for all the process uses there, e.g. 24GB.")]
 Prefetch = Annotated[
-    str, typer.Option("--prefetch", help="off, hash or predictor: what is read before it is asked for.")
+    str,
+    typer.Option(
+        "--prefetch", help="off, hash or predictor: what is read before it is asked for; auto: as tuned, else off."
+    ),
 ]
 VerifyReads = Annotated[bool, typer.Option("--verify-reads", help="Check the CRC-32 of every slab that is read.")]
 MaxNewTokens = Annotated[int, typer.Option("--max-new-tokens", min=1, help="Longest answer.")]
@@ -48,6 +56,12 @@ Temperature = Annotated[
 ]
 TopP = Annotated[float | None, typer.Option("--top-p", help="Default: the model's generation_config.json.")]
 Seed = Annotated[int, typer.Option("--seed", min=0, help="Of the sampler.")]
+GuardOption = Annotated[
+    bool, typer.Option("--guard/--no-guard", help="Roll back and go on exactly when the text turns to junk.")
+]
+Junk = Annotated[
+    list[str], typer.Option("--junk", help="A text that counts as junk wherever it appears; may be repeated.")
+]
 Stats = Annotated[Path | None, typer.Option("--stats", help="Write the session's counters to this JSON file.")]
 Mirrors = Annotated[
     list[Path], typer.Option("--mirror", help="Another directory with the same experts/ files, best on another drive.")
@@ -75,7 +89,7 @@ def chat(
     slots: Slots = None,
     vram: Vram = None,
     ram: Ram = None,
-    prefetch: Prefetch = "off",
+    prefetch: Prefetch = "auto",
     verify_reads: VerifyReads = False,
     mirror: Mirrors = [],  # noqa: B006 - typer copies it
     context: Context = None,
@@ -83,6 +97,8 @@ def chat(
     temperature: Temperature = None,
     top_p: TopP = None,
     seed: Seed = 0,
+    guard: GuardOption = True,
+    junk: Junk = [],  # noqa: B006 - typer copies it
     stats: Stats = None,
 ) -> None:
     """Talk with the model: streaming answers, several turns. With --prompt, one answer."""
@@ -103,7 +119,9 @@ def chat(
         mirrors=mirror,
         context=context,
     )
-    sampling = _sampling(session, max_new_tokens, temperature, top_p, seed)
+    sampling = _sampling(
+        session, max_new_tokens, temperature, top_p, seed, thinking=think, guard=guard, junk=tuple(junk)
+    )
     from runtime.chat import Conversation, answer, converse, require_tokenizer
 
     conversation = Conversation(require_tokenizer(session), _chat_options(session, think, effort), system)
@@ -128,7 +146,7 @@ def generate(
     slots: Slots = None,
     vram: Vram = None,
     ram: Ram = None,
-    prefetch: Prefetch = "off",
+    prefetch: Prefetch = "auto",
     verify_reads: VerifyReads = False,
     mirror: Mirrors = [],  # noqa: B006 - typer copies it
     context: Context = None,
@@ -136,6 +154,8 @@ def generate(
     temperature: Temperature = None,
     top_p: TopP = None,
     seed: Seed = 0,
+    guard: GuardOption = True,
+    junk: Junk = [],  # noqa: B006 - typer copies it
     stats: Stats = None,
 ) -> None:
     """Answer one prompt and print the text alone."""
@@ -157,8 +177,9 @@ def generate(
         mirrors=mirror,
         context=context,
     )
-    sampling = _sampling(session, max_new_tokens, temperature, top_p, seed)
-    from runtime.chat import Conversation, require_tokenizer, stream_answer
+    sampling = _sampling(session, max_new_tokens, temperature, top_p, seed, guard=guard, junk=tuple(junk))
+    from runtime.answering import print_answer
+    from runtime.chat import Conversation, require_tokenizer
     from runtime.chat_template import BOS
     from runtime.tokenizer import encode
 
@@ -167,9 +188,307 @@ def generate(
         prompt_ids = encode(tokenizer, BOS + text)
     else:
         prompt_ids = Conversation(tokenizer, _chat_options(session, think=False, effort=None)).ask(text)
-    for _ in stream_answer(session, prompt_ids, sampling, sys.stdout):
-        pass
+    print_answer(session, tokenizer, prompt_ids, sampling)
     _write_stats(session, stats)
+
+
+@app.command()
+def bench(
+    model: Model = "demo",
+    prompts: Annotated[
+        Path | None, typer.Option("--prompts", help="Answer these prompts: a .json set; default: the one that ships.")
+    ] = None,
+    force_tokens: Annotated[
+        Path | None,
+        typer.Option("--force-tokens", help="Replay a sequence instead: a text file, or a .json list of token ids."),
+    ] = None,
+    repeat: Annotated[
+        int | None, typer.Option("--repeat", min=2, help="Runs of each prompt (3) or variant (5), in turn.")
+    ] = None,
+    variants: Annotated[
+        str | None, typer.Option("--variants", help="Replay: off, hash, predictor, evicting, polling.")
+    ] = None,
+    tokens: Annotated[int | None, typer.Option("--tokens", min=1, help="Replay: timed steps of a run (128).")] = None,
+    prompt_tokens: Annotated[
+        int | None, typer.Option("--prompt-tokens", min=1, help="Replay: tokens of the prefill before (32).")
+    ] = None,
+    device: Device = None,
+    dtype: Dtype = None,
+    ladder: Annotated[
+        str | None, typer.Option("--ladder", help="As in chat; default: auto for prompts, exact for a replay.")
+    ] = None,
+    renormalise: Renormalise = True,
+    code: Code = None,
+    slots: Slots = None,
+    vram: Vram = None,
+    ram: Ram = None,
+    prefetch: Annotated[
+        str | None, typer.Option("--prefetch", help="Prompts: as in chat. A replay has --variants.")
+    ] = None,
+    verify_reads: VerifyReads = False,
+    mirror: Mirrors = [],  # noqa: B006 - typer copies it
+    context: Context = None,
+    temperature: Temperature = None,
+    top_p: TopP = None,
+    seed: Annotated[int | None, typer.Option("--seed", min=0, help="Prompts: of each one's first run (0).")] = None,
+    guard: GuardOption = True,
+    junk: Junk = [],  # noqa: B006 - typer copies it
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", help="Prompts: write each run's transcript, and the JSON, to this directory."),
+    ] = None,
+) -> None:
+    """Measure speed: of answers to a set of prompts, or of ways to prefetch on one sequence. A table, then one JSON document as the last line."""
+    store: dict[str, Any] = {
+        "device": device,
+        "dtype": dtype,
+        "renormalise": renormalise,
+        "code": code,
+        "slots": slots,
+        "vram": vram,
+        "ram": ram,
+        "verify_reads": verify_reads,
+        "mirrors": mirror,
+        "context": context,
+    }
+    if force_tokens is not None:
+        of_prompts: dict[str, object] = {
+            "--prompts": prompts,
+            "--prefetch": prefetch,
+            "--temperature": temperature,
+            "--top-p": top_p,
+        }
+        of_prompts |= {"--seed": seed, "--no-guard": None if guard else True, "--junk": junk or None, "--out": out}
+        _refuse_options("--force-tokens", of_prompts)
+        names = "off,hash,predictor" if variants is None else variants
+        lengths = (5 if repeat is None else repeat, tokens or 128, prompt_tokens or 32)
+        _bench_replay(model, force_tokens, names, lengths, ladder="exact" if ladder is None else ladder, **store)
+        return
+    _refuse_options("--prompts", {"--variants": variants, "--tokens": tokens, "--prompt-tokens": prompt_tokens})
+    from runtime.bench_prompts import LEAST_REPEAT, SHIPPED, read_prompts
+
+    repeat = LEAST_REPEAT if repeat is None else repeat
+    if repeat < LEAST_REPEAT:
+        raise typer.BadParameter(f"--repeat {repeat}: answers differ from run to run, expected at least {LEAST_REPEAT}")
+    chosen = read_prompts(prompts or SHIPPED)
+    ladder, prefetch = ("auto" if choice is None else choice for choice in (ladder, prefetch))
+    session = _open(model, ladder=ladder, prefetch=prefetch, **store)
+    # The length is each prompt's own.
+    sampling = _sampling(session, 1, temperature, top_p, seed or 0, guard=guard, junk=tuple(junk))
+    _bench_prompts(session, chosen, sampling, repeat, out)
+
+
+def _bench_prompts(
+    session: Session, prompts: list[BenchPrompt], sampling: Sampling, repeat: int, out: Path | None
+) -> None:
+    from dataclasses import asdict
+
+    from tqdm import tqdm
+
+    from runtime.bench_prompts import RESULT, results, run_prompts, save_transcript, table
+    from runtime.measurement import document
+
+    runs = []
+    measured = run_prompts(session, prompts, sampling, repeat, _chat_options(session, think=False, effort=None))
+    for run in tqdm(measured, desc="bench", total=repeat * len(prompts), unit="run", disable=None):
+        runs.append(run)
+        if out is not None:
+            save_transcript(out, run)
+    drawn = asdict(sampling)
+    del drawn["max_new_tokens"]  # each prompt has its own
+    asked = {"set": [asdict(prompt) for prompt in prompts], "repeat": repeat, "sampling": drawn}
+    found = results(runs) | asked | {"experts": session.experts_line}
+    typer.echo("\n".join(table(found)))
+    measurement = document("answers to a set of prompts", "runtime.cli", found, session.directory)
+    _print_measurement(measurement, None if out is None else out / RESULT)
+
+
+def _bench_replay(model: str, force_tokens: Path, variants: str, lengths: tuple[int, int, int], **options: Any) -> None:
+    from runtime.bench_variants import parse_variants, prefetch_for
+
+    names = parse_variants(variants)
+    session = _open(model, prefetch=prefetch_for(names), **options)
+    from tqdm import tqdm
+
+    from runtime.bench import BenchSettings, forced_ids, run_bench
+    from runtime.bench_report import results, table
+    from runtime.measurement import document
+
+    settings = BenchSettings(names, *lengths)
+    measured = run_bench(session, forced_ids(force_tokens, session), settings)
+    runs = list(tqdm(measured, desc="bench", total=settings.repeat * len(names), unit="run", disable=None))
+    found = results(runs, settings) | {"experts": session.experts_line}
+    typer.echo("\n".join(table(found)))
+    _print_measurement(document(f"{variants} on forced tokens", "runtime.cli", found, session.directory), None)
+
+
+def _refuse_options(way: str, options: dict[str, object]) -> None:
+    """Raises BadParameter if one of the options, which mean nothing in this way to run, is given."""
+    for name, value in options.items():
+        if value is not None:
+            raise typer.BadParameter(f"{name} means nothing with {way}")
+
+
+@app.command()
+def tune(
+    text: Annotated[
+        list[Path], typer.Option("--text", help="Held-out text: a file, one document; or .jsonl, one a line.")
+    ],
+    model: Model = "demo",
+    max_ppl_ratio: Annotated[
+        float, typer.Option("--max-ppl-ratio", help="Perplexity by that of exact that may not be exceeded; at least 1.")
+    ] = 1.02,
+    tokens: Annotated[int, typer.Option("--tokens", min=1, help="Tokens to score, over all documents.")] = 2048,
+    steps: Annotated[int, typer.Option("--steps", min=1, help="Timed steps of a run.")] = 64,
+    prompt_tokens: Annotated[int, typer.Option("--prompt-tokens", min=1, help="Tokens of the prefill before.")] = 128,
+    repeat: Annotated[int, typer.Option("--repeat", min=1, help="Timed runs of a trial, after an unrecorded one.")] = 3,
+    device: Device = None,
+    dtype: Dtype = None,
+    vram: Vram = None,
+    ram: Ram = None,
+    context: Context = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be tried, and end.")] = False,
+) -> None:
+    """Find the fastest ladder, pool shares and prefetch within a quality budget; chat and generate then use them."""
+    from runtime.devices import compute_device
+    from runtime.eval_rows import read_model
+    from runtime.measurement import document
+    from runtime.tune import plan_for, results, save, table
+    from runtime.tune import tune as tune_model
+    from runtime.tune_trials import TuneSettings
+
+    if not max_ppl_ratio >= 1:  # NaN is not either
+        raise typer.BadParameter(f"--max-ppl-ratio {max_ppl_ratio}: expected at least 1, which exact has")
+    opened = read_model(model)
+    plan = plan_for(opened)
+    settings = TuneSettings(
+        texts=tuple(text),
+        tokens=tokens,
+        steps=steps,
+        prompt_tokens=prompt_tokens,
+        repeat=repeat,
+        context=context,
+        device=compute_device(device),
+        dtype=dtype,
+        vram=vram,
+        ram=ram,
+    )
+    if dry_run:
+        typer.echo("\n".join(plan.lines(max_ppl_ratio, settings, opened.directory)))
+        return
+    trials = tune_model(opened, plan, settings, max_ppl_ratio, lambda line: typer.echo(line, err=True))
+    found = results(trials, max_ppl_ratio)
+    typer.echo("\n".join(table(found)))
+    measurement = document("ladders, pool shares and prefetch", "runtime.cli", found, opened.directory)
+    path = save(opened, trials, max_ppl_ratio, settings, measurement["machine"])
+    typer.echo(f"{path}: written; chat and generate use it", err=True)
+    _print_measurement(measurement, None)
+
+
+@app.command("eval")
+def evaluate(
+    model: Model = "demo",
+    text: Annotated[
+        list[Path], typer.Option("--text", help="A text file, one document; or .jsonl, one a line with the key text.")
+    ] = [],  # noqa: B006 - typer copies it
+    tokens: Annotated[int | None, typer.Option("--tokens", min=1, help="At most so many, over all documents.")] = None,
+    document_tokens: Annotated[
+        int | None, typer.Option("--document-tokens", min=1, help="At most so many of each document, its first ones.")
+    ] = None,
+    ladder: Annotated[
+        list[str], typer.Option("--ladder", help="a,b or exact or mass:hi,lo; may be given several times.")
+    ] = [],  # noqa: B006 - typer copies it
+    residency: Annotated[
+        list[str],
+        typer.Option(
+            "--residency",
+            help="What the ladder finds resident: none, all, random:SHARE, replay:F,R,f,r by rule; cold or warm: the real"
+            " pools, token by token. May be given several times; default: none.",
+        ),
+    ] = [],  # noqa: B006 - typer copies it
+    sweep: Annotated[bool, typer.Option("--sweep", help="All ladders, with every 2-bit code that is there.")] = False,
+    speeds: Annotated[
+        Path | None, typer.Option("--speeds", help="With --sweep: measured tokens per second by ladder, JSON.")
+    ] = None,
+    vectors: Annotated[
+        Path | None, typer.Option("--vectors", help="Compare with published continuations and log-probabilities, JSON.")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", help="Write the JSON here; what is finished is kept beside it.")
+    ] = None,
+    device: Device = None,
+    dtype: Dtype = None,
+    renormalise: Renormalise = True,
+    code: Code = None,
+    slots: Slots = None,
+    vram: Vram = None,
+    ram: Ram = None,
+    context: Context = None,
+    seed: Annotated[int, typer.Option("--seed", min=0, help="Of random residency.")] = 0,
+) -> None:
+    """Measure what a ladder costs against the exact model on held-out text. Prints a table, then one JSON document as the last line."""
+    if vectors is not None:
+        if text or sweep or residency or len(ladder) > 1:
+            raise typer.BadParameter("--vectors takes one --ladder at most, and no --text, --residency or --sweep")
+        pools = {"code": code, "slots": slots, "vram": vram, "ram": ram}
+        spelled = ladder[0] if ladder else "exact"
+        session = _open(
+            model, device=device, dtype=dtype, ladder=spelled, renormalise=renormalise, context=context, **pools
+        )
+        _print_vectors(session, vectors, out)
+        return
+    if not text or not (ladder or sweep):
+        raise typer.BadParameter("expected --text FILE with --ladder or --sweep, or --vectors FILE")
+    if sweep and (ladder or residency or code or not renormalise):
+        raise typer.BadParameter("--sweep chooses --ladder, --residency, --code and --renormalise itself")
+    from runtime.devices import compute_device
+    from runtime.eval_rows import Row, read_model, sweep_rows
+    from runtime.measurement import document
+    from runtime.sweep import EvalSettings, run
+    from runtime.sweep_report import PICTURE, draw, read_speeds, table
+
+    opened, known = read_model(model), {} if speeds is None else read_speeds(speeds)
+    pairs = [(one, form) for one in ladder for form in residency or ["none"]]
+    rows = sweep_rows(opened) if sweep else [Row(code or opened.code, one, renormalise, form) for one, form in pairs]
+    settings = EvalSettings(
+        texts=tuple(text),
+        tokens=tokens,
+        document_tokens=document_tokens,
+        context=context,
+        device=compute_device(device),
+        dtype=dtype,
+        seed=seed,
+        slots=slots,
+        vram=vram,
+        ram=ram,
+        out=out,
+    )
+    results = run(opened, settings, rows, lambda line: typer.echo(line, err=True))
+    typer.echo("\n".join(table(results, known)))
+    if sweep and out is not None:
+        typer.echo(draw(results, known, out.with_name(PICTURE)))
+    measurement = document("ladders against the exact model", "runtime.cli", results, opened.directory)
+    _print_measurement(measurement, out)
+
+
+def _print_vectors(session: Session, vectors: Path, out: Path | None) -> None:
+    from runtime.measurement import document
+    from runtime.vectors import compare, lines, read_vectors
+
+    found = [compare(session, vector) for vector in read_vectors(vectors, session)]
+    typer.echo("\n".join(lines(found)))
+    _print_measurement(document("published vectors", "runtime.cli", found, session.directory), out)
+
+
+def _print_measurement(measurement: dict[str, Any], out: Path | None) -> None:
+    """The document as the last line, and in a file if one is named."""
+    from runtime.files import atomic_file
+
+    whole = measurement | {"command": shlex.join(["runtime", *sys.argv[1:]])}
+    if out is not None:
+        with atomic_file(out) as file:
+            file.write(json.dumps(whole, indent=1).encode() + b"\n")
+    typer.echo(json.dumps(whole))
 
 
 def _prompt_text(prompt: str | None, prompt_file: Path | None) -> str | None:
@@ -190,19 +509,31 @@ def _system_text(text: str) -> str:
 
 def _open(model: str, *, device: str | None, **options: Any) -> Session:
     from runtime.devices import compute_device
-    from runtime.engine import open_model
+    from runtime.opening import open_model
 
     device = compute_device(device)
     session = open_model(model, device=device, warn=lambda line: typer.echo(line, err=True), **options)
     typer.echo(f"{model} on {device}, {session.context:,} tokens of context, {session.experts_line}", err=True)
+    _print_taken(session, **options)
     return session
 
 
+def _print_taken(
+    session: Session, ladder: str, prefetch: str = "off", slots: str | None = None, **_others: object
+) -> None:
+    """A line about what came from the model directory's runtime.toml, if anything did."""
+    from runtime.store.tuned import read_tuned, taken_line
+
+    line = taken_line(read_tuned(session.directory), ladder=ladder, prefetch=prefetch, has_slots=slots is not None)
+    if line is not None:
+        typer.echo(line, err=True)
+
+
 def _sampling(
-    session: Session, max_new_tokens: int, temperature: float | None, top_p: float | None, seed: int
+    session: Session, max_new_tokens: int, temperature: float | None, top_p: float | None, seed: int, **options: Any
 ) -> Sampling:
     """The user's choices, the model directory's where there are none."""
-    from runtime.chat import Sampling
+    from runtime.answering import Sampling
     from runtime.sampler import Sampler, SamplingDefaults
 
     defaults = SamplingDefaults.from_directory(session.directory)
@@ -211,6 +542,7 @@ def _sampling(
         defaults.temperature if temperature is None else temperature,
         defaults.top_p if top_p is None else top_p,
         seed,
+        **options,
     )
     try:
         Sampler(sampling.temperature, sampling.top_p, sampling.seed)

@@ -23,9 +23,8 @@ from runtime.store.residency import PoolSizes, Residency, check_pools
 from runtime.store.slab_files import SlabFiles
 from runtime.store.slots import CudaSlots, HostSlots, SlotMemory
 from runtime.store.store import TieredStore
-from runtime.store.tuned import read_tuned
+from runtime.store.tuned import AUTO, TUNED, read_tuned
 
-AUTO = "auto"
 STAGED_LAYERS = 2  # a staging ring holds the picks of so many layers
 
 
@@ -34,8 +33,8 @@ class StoreSettings:
     """What a user may choose about the store.
 
     `code` None is the model directory's own. `slots` gives the pools directly; else `vram_bytes` and `ram_bytes` are budgets
-    for all that the process uses there, None for what is free less a reserve. `mirrors` are further directories with the same
-    expert files.
+    for all that the process uses there, None for what is free less a reserve. `shares` None is `runtime.toml`'s, or the
+    defaults. `mirrors` are further directories with the same expert files.
     """
 
     ladder: str = "exact"
@@ -44,6 +43,7 @@ class StoreSettings:
     slots: Slots | None = None
     vram_bytes: int | None = None
     ram_bytes: int | None = None
+    shares: Shares | None = None
     verify_reads: bool = False
     mirrors: Sequence[Path] = ()
 
@@ -85,7 +85,7 @@ def open_store(
     ladder = _ladder(settings, weights, room)
     layout = _layout(model, weights, ladder)
     num_picks = model.config.num_experts_per_tok
-    slots = room.slots(layout, _shares(model, ladder))
+    slots = room.slots(layout, _shares(model, ladder, settings.shares))
     pools = pool_sizes(slots, layout, staging=num_staged)
     check_pools(pools, _demanded(ladder, layout, num_picks), num_picks)
     # All that can be found wrong with the directories comes before memory is taken and threads are started.
@@ -104,12 +104,14 @@ def _layout(model: ModelDirectory, weights: ExpertWeights, ladder: AnyLadder) ->
     return Layout(weights.planes(Rung.FP4), () if exact else weights.planes(Rung.TWO_BIT), strides)
 
 
-def _shares(model: ModelDirectory, ladder: AnyLadder) -> Shares:
-    """What FP4 gets of the bytes for pools: none or all where the ladder reads one precision only, else the tuned shares."""
+def _shares(model: ModelDirectory, ladder: AnyLadder, shares: Shares | None) -> Shares:
+    """What FP4 gets of the bytes for pools: none or all where the ladder reads one precision only, else what is asked for or tuned."""
     num_picks = model.config.num_experts_per_tok
     if not ladder.needs_two_bit(num_picks):
         return Shares(1.0, 1.0)
-    return read_tuned(model.directory).shares if ladder.needs_fp4(num_picks) else Shares(0.0, 0.0)
+    if not ladder.needs_fp4(num_picks):
+        return Shares(0.0, 0.0)
+    return read_tuned(model.directory).shares if shares is None else shares
 
 
 def _residencies(model: ModelDirectory, pools: dict[str, PoolSizes]) -> Callable[[], Residency]:
@@ -144,18 +146,33 @@ def _code(model: ModelDirectory, code: str | None) -> str | None:
 def _ladder(settings: StoreSettings, weights: ExpertWeights, room: _Room) -> AnyLadder:
     """The ladder asked for, which the model's precisions must allow.
 
-    "auto" is 2,4 where there is a 2-bit precision, unless every expert fits at FP4: then saving on precision saves nothing.
+    "auto" is `runtime.toml`'s; without one 2,4 where there is a 2-bit precision, unless every expert fits at FP4: then saving
+    on precision saves nothing.
     """
     model, num_picks = room.model, room.model.config.num_experts_per_tok
     has_two_bit = bool(weights.planes(Rung.TWO_BIT))
+    tuned = read_tuned(model.directory).ladder if settings.ladder == AUTO else None
+    if tuned is not None:
+        return _tuned_ladder(model, tuned, settings.renormalise, has_two_bit)
     if settings.ladder == AUTO:
         exact = Ladder.exact(num_picks)
-        slots = room.slots(_layout(model, weights, exact), _shares(model, exact))
+        slots = room.slots(_layout(model, weights, exact), Shares(1.0, 1.0))
         holds_all = slots.fp4_vram + slots.fp4_ram >= room.num_experts
         fits = has_two_bit and not holds_all
         return Ladder(min(2, num_picks), min(4, num_picks), settings.renormalise) if fits else exact
     ladder = parse_ladder(settings.ladder, num_picks, settings.renormalise)
     check_precisions(ladder, num_picks, has_two_bit, str(model.directory))
+    return ladder
+
+
+def _tuned_ladder(model: ModelDirectory, spelled: str, renormalise: bool, has_two_bit: bool) -> AnyLadder:
+    """The ladder of `runtime.toml`; StrawError that names the file where the model cannot have it."""
+    num_picks = model.config.num_experts_per_tok
+    try:
+        ladder = parse_ladder(spelled, num_picks, renormalise)
+        check_precisions(ladder, num_picks, has_two_bit, str(model.directory))
+    except StrawError as error:
+        raise StrawError(f"{model.directory / TUNED}: {error}; or remove this file") from None
     return ladder
 
 

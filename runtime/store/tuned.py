@@ -1,22 +1,68 @@
-"""`runtime.toml` in a model directory: what suits this machine and this model better than the defaults. Owns its keys."""
+"""`runtime.toml` in a model directory: what suits this machine and this model better than the defaults. Owns its keys.
+
+`runtime tune` writes it; a person may, too. What it says counts where the user says nothing (`auto`).
+"""
 
 from __future__ import annotations
 
+import json
 import tomllib
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from runtime.errors import StrawError
+from runtime.files import atomic_file
+from runtime.ladder import parse_ladder
 from runtime.store.pools import Shares
 
 TUNED = "runtime.toml"
+AUTO = "auto"
+PREFETCHES = ("off", "hash", "predictor")  # as `runtime.predictors` has them, which lies above the store
+ANY_NUM_PICKS = 2**31  # whether a ladder fits the model's K is seen when it is used
+MEASURED = {  # what the choice rests on, and of which type
+    "when": str,
+    "text": str,
+    "tokens": int,  # scored for the perplexity
+    "steps": int,  # timed in each run
+    "code": str,
+    "device": str,
+    "machine": str,
+    "vram": str,
+    "ram": str,
+    "max_ppl_ratio": float,
+    "ppl_ratio": float,
+    "standard_error": float,  # of that ratio
+    "ms_per_token": float,
+    "exact_ms_per_token": float,
+}
+HEADER = "# Written by `runtime tune`. chat and generate use it where the command line says nothing; remove it for the defaults."
 
 
 @dataclass(frozen=True, slots=True)
 class Tuned:
-    """The settings of a file, the defaults where it says nothing."""
+    """The settings of a file, the defaults where it says nothing; `measured` has some of the keys of MEASURED."""
 
     shares: Shares = field(default_factory=Shares)
+    ladder: str | None = None
+    prefetch: str | None = None
+    measured: Mapping[str, str | int | float] = field(default_factory=dict)
+
+
+def write_tuned(directory: Path, tuned: Tuned) -> Path:
+    """The file's path; it appears whole or not at all.
+
+    Raises:
+        ArtifactError: The system refused to write.
+    """
+    lines = [HEADER]
+    lines += [f"{name} = {_value(text)}" for name in ("ladder", "prefetch") if (text := getattr(tuned, name))]
+    lines += ["", "[pools]", *(f"{name} = {share!r}" for name, share in tuned.shares._asdict().items())]
+    lines += ["", "[measured]", *(f"{name} = {_value(value)}" for name, value in tuned.measured.items())]
+    with atomic_file(directory / TUNED) as file:
+        file.write("\n".join(lines).encode() + b"\n")
+    return directory / TUNED
 
 
 def read_tuned(directory: Path) -> Tuned:
@@ -31,15 +77,69 @@ def read_tuned(directory: Path) -> Tuned:
     except FileNotFoundError:
         return Tuned()
     except (OSError, ValueError) as error:
-        raise StrawError(
-            f"{path}: not readable as TOML ({error}), expected key = value lines; correct or remove it"
-        ) from None
-    pools = content.pop("pools", {})
-    if content or not isinstance(pools, dict) or not pools.keys() <= set(Shares._fields):
-        raise StrawError(
-            f"{path}: found {sorted(content) or pools}, expected a table [pools] with {' and '.join(Shares._fields)}; correct or remove it"
-        )
+        raise _damaged(path, f"not readable as TOML ({error}), expected key = value lines") from None
+    unknown = sorted(content.keys() - {"ladder", "prefetch", "pools", "measured"})
+    if unknown:
+        raise _damaged(path, f"found {unknown[0]}, expected ladder, prefetch and the tables [pools] and [measured]")
+    ladder, prefetch = content.get("ladder"), content.get("prefetch")
+    if ladder is not None:
+        _check_ladder(path, ladder)
+    if prefetch is not None and prefetch not in PREFETCHES:
+        raise _damaged(path, f"prefetch is {prefetch!r}, expected {', '.join(PREFETCHES)}")
+    return Tuned(_shares(path, content.get("pools", {})), ladder, prefetch, _measured(path, content))
+
+
+def taken_line(tuned: Tuned, *, ladder: str, prefetch: str, has_slots: bool) -> str | None:
+    """What a session takes from the file where the user said `auto`, in a line for people; None if nothing.
+
+    Args:
+        tuned: Of the file.
+        ladder: The user's choice.
+        prefetch: Likewise.
+        has_slots: Whether the user counts the slots, so that no share matters.
+    """
+    words = [f"ladder {tuned.ladder}"] if ladder == AUTO and tuned.ladder else []
+    words += [f"prefetch {tuned.prefetch}"] if prefetch == AUTO and tuned.prefetch else []
+    if not has_slots and tuned.shares != Shares():
+        words.append(f"FP4 shares {tuned.shares.fp4_vram:g} in VRAM and {tuned.shares.fp4_ram:g} in RAM")
+    when = f" (measured {tuned.measured['when']})" if "when" in tuned.measured else ""
+    return f"{TUNED}: {', '.join(words)}{when}" if words else None
+
+
+def _check_ladder(path: Path, ladder: object) -> None:
+    try:
+        parse_ladder(str(ladder) if isinstance(ladder, str) else "", ANY_NUM_PICKS)
+    except StrawError:
+        raise _damaged(path, f"ladder is {ladder!r}, expected a,b or exact or mass:hi,lo in quotes") from None
+
+
+def _shares(path: Path, pools: object) -> Shares:
+    if not isinstance(pools, dict) or not pools.keys() <= set(Shares._fields):
+        raise _damaged(path, f"found {pools}, expected a table [pools] with {' and '.join(Shares._fields)}")
     for name, share in pools.items():
         if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share <= 1:
-            raise StrawError(f"{path}: pools.{name} is {share!r}, expected a share from 0 to 1; correct or remove it")
-    return Tuned(Shares(**{name: float(share) for name, share in pools.items()}))
+            raise _damaged(path, f"pools.{name} is {share!r}, expected a share from 0 to 1")
+    return Shares(**{name: float(share) for name, share in pools.items()})
+
+
+def _measured(path: Path, content: dict[str, Any]) -> dict[str, Any]:
+    measured = content.get("measured", {})
+    if not isinstance(measured, dict) or not measured.keys() <= MEASURED.keys():
+        raise _damaged(path, f"found {measured}, expected a table [measured] with some of {', '.join(MEASURED)}")
+    for name, value in measured.items():
+        kinds = (int, float) if MEASURED[name] is float else MEASURED[name]
+        if isinstance(value, bool) or not isinstance(value, kinds):
+            raise _damaged(path, f"measured.{name} is {value!r}, expected {MEASURED[name].__name__}")
+    return measured
+
+
+def _damaged(path: Path, what: str) -> StrawError:
+    return StrawError(f"{path}: {what}; correct or remove it")
+
+
+def _value(value: object) -> str:
+    """As TOML: numbers as they are, text as JSON spells it, which escapes all but one of what TOML forbids."""
+    if not isinstance(value, str):
+        return repr(value)
+    text = value.encode(errors="replace").decode()
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")

@@ -38,7 +38,9 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def short_training(monkeypatch: pytest.MonkeyPatch) -> None:
     settings = all_stages.Settings
-    monkeypatch.setattr(all_stages, "Settings", lambda device: settings(device=device, steps=3, width=32, batch_tokens=64))
+    monkeypatch.setattr(
+        all_stages, "Settings", lambda device: settings(device=device, steps=3, width=32, batch_tokens=64)
+    )
 
 
 def test_each_stage_runs_once(checkpoint: Path, text: Path, tmp_path: Path, short_training: None) -> None:

@@ -23,7 +23,6 @@ from predictor.trace_files import RECORD, TraceRecord, TraceShape
 from predictor.traces import Trace
 from prep import trace_recorder
 from prep.cli import main
-from prep.documents import token_sequences
 from prep.layout import layout
 from prep.trace import TraceOptions, plan_trace, trace
 from prep.trace_recorder import Recorder
@@ -31,9 +30,11 @@ from prep.trace_report import HEAT_PICTURE, report
 from prep.verify import verify
 from runtime.artifact import ModelDirectory
 from runtime.config import ModelConfig
-from runtime.engine import PREFILL_CHUNK, Session, open_model
+from runtime.documents import token_sequences
+from runtime.engine import PREFILL_CHUNK, Session
 from runtime.errors import StrawError
 from runtime.manifest import HEAT
+from runtime.opening import open_model
 from runtime.sampler import Sampler
 
 Capture = pytest.CaptureFixture[str]

@@ -8,10 +8,11 @@ import pytest
 import torch
 
 from runtime.errors import StrawError
+from runtime.predictors import HASH, LEARNED, OFF
 from runtime.store import budgets
 from runtime.store.budgets import Budgets, bytes_left, resident_bytes, scarcity_watch
 from runtime.store.pools import Layout, Shares, Slots, slots_for_bytes
-from runtime.store.tuned import read_tuned
+from runtime.store.tuned import AUTO, MEASURED, PREFETCHES, Tuned, read_tuned, taken_line, write_tuned
 
 CPU = torch.device("cpu")
 TWO_COPIES = Layout(("fp4",), ("int2",), {"fp4": 100, "int2": 50})
@@ -63,7 +64,36 @@ def test_scarce_memory_is_said_once_each_time(monkeypatch: pytest.MonkeyPatch) -
 def test_tuned_shares(tmp_path: Path) -> None:
     assert read_tuned(tmp_path).shares == Shares()
     (tmp_path / "runtime.toml").write_text("[pools]\nfp4_vram = 0.5\n")
-    assert read_tuned(tmp_path).shares == Shares(0.5, Shares().fp4_ram)
+    assert read_tuned(tmp_path) == Tuned(Shares(0.5, Shares().fp4_ram))
+
+
+def test_what_is_written_is_read_back(tmp_path: Path) -> None:
+    values = {str: 'held "out" \\ 我们\n\t\x7f🙂', int: 2048, float: 1.0000001}
+    measured = {name: values[kind] for name, kind in MEASURED.items()}
+    tuned = Tuned(Shares(0.8, 1.0), "mass:0.5,0.9", "hash", measured)
+    assert write_tuned(tmp_path, tuned).read_text(encoding="utf-8").startswith("# Written by `runtime tune`.")
+    assert read_tuned(tmp_path) == tuned
+    write_tuned(tmp_path, Tuned())
+    assert read_tuned(tmp_path) == Tuned()
+
+
+def test_the_prefetch_that_a_file_may_have_is_the_runtime_s() -> None:
+    assert PREFETCHES == (OFF, HASH, LEARNED)
+
+
+def test_what_a_session_takes_is_said() -> None:
+    tuned = Tuned(Shares(0.8, 0.6), "2,4", "hash", {"when": "today"})
+    said = {
+        (ladder, prefetch, has_slots): taken_line(tuned, ladder=ladder, prefetch=prefetch, has_slots=has_slots)
+        for ladder, prefetch, has_slots in [(AUTO, AUTO, False), (AUTO, "off", True), ("exact", AUTO, True)]
+    }
+    assert list(said.values()) == [
+        "runtime.toml: ladder 2,4, prefetch hash, FP4 shares 0.8 in VRAM and 0.6 in RAM (measured today)",
+        "runtime.toml: ladder 2,4 (measured today)",
+        "runtime.toml: prefetch hash (measured today)",
+    ]
+    assert taken_line(tuned, ladder="exact", prefetch="off", has_slots=True) is None
+    assert taken_line(Tuned(), ladder=AUTO, prefetch=AUTO, has_slots=False) is None
 
 
 @pytest.mark.parametrize(
@@ -75,6 +105,16 @@ def test_tuned_shares(tmp_path: Path) -> None:
         "pools = 3\n",
         "[pools\n",
         "[pools]\nfp4_ram = true\n",
+        "ladder = 4\n",
+        'ladder = "4,2"\n',
+        'ladder = "auto"\n',
+        'prefetch = "auto"\n',
+        "prefetch = 3\n",
+        "prefetch = []\n",
+        "measured = 3\n",
+        "[measured]\nspeed = 3\n",
+        "[measured]\nppl_ratio = true\n",
+        "[measured]\nwhen = 3\n",
     ],
 )
 def test_a_damaged_runtime_toml_is_named(tmp_path: Path, content: str) -> None:
