@@ -58,7 +58,7 @@ class Trace:
             raise ValueError(f"held_out is {held_out}, expected a number between 0 and 1")
         if len(self.documents) < 2:
             raise PredictorError(
-                f"{self.directory}: one document of {self.num_tokens:,} tokens, expected two or more so that some can be held out; trace more files"
+                f"{self.directory}: one document of {self.num_tokens:,} tokens, expected two or more so that some can be held out; trace more files, or more --tokens of them"
             )
         order = torch.randperm(len(self.documents), generator=torch.Generator().manual_seed(seed)).tolist()
         is_held_out = torch.zeros(self.num_tokens, dtype=torch.bool)

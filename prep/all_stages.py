@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import sys
 import time
 from collections.abc import Sequence
 from contextlib import closing
@@ -15,10 +16,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from tqdm import tqdm
+
 from kernels.formats import CODES
 from predictor.errors import PredictorError
 from predictor.model import WIDTH, load
-from predictor.trace_files import TraceRecord, read_record
+from predictor.trace_files import RECORD, TraceRecord, read_record
 from prep.jobs import free_disk_bytes, say
 from prep.layout import layout
 from prep.requant import DEFAULT_CODEC, requant
@@ -72,7 +75,7 @@ def run_all(checkpoint: Path, directory: Path, texts: Sequence[Path], options: A
     lines = []
     for stage in plan_all(checkpoint, directory, texts, options):
         if not stage.is_done:
-            say(f"prep {stage.name}: begins")
+            tqdm.write(f"prep {stage.name} ...", file=sys.stderr)
             _run(stage.name, checkpoint, directory, texts, options)
         lines.append(f"{stage.name}: {'was finished' if stage.is_done else 'done'}")
     return lines
@@ -143,7 +146,7 @@ def _num_tokens(checkpoint: Path, texts: Sequence[Path], options: AllOptions, co
             break
     if documents < LEAST_DOCUMENTS:
         raise StrawError(
-            f"--text: {documents} documents in {count:,} tokens, expected at least {LEAST_DOCUMENTS}: the predictor is tried on documents that it has not seen; give more files, or a .jsonl with one document a line"
+            f"--text: {documents} documents in {count:,} tokens, expected at least {LEAST_DOCUMENTS}: the predictor is tried on documents that it has not seen; give more files, a .jsonl with one document a line, or more --tokens"
         )
     return count
 
@@ -159,7 +162,7 @@ def _finished(directory: Path, code: str) -> set[str]:
     done = {"layout"}
     if code in manifest.complete_codes() and manifest.code == code:
         done.add("requant")
-    if (directory / TRACE).is_dir() and read_record(directory / TRACE).done:
+    if (directory / TRACE / RECORD).exists() and read_record(directory / TRACE).done:
         done.add("trace")
     if _has_predictor(directory):
         done.add("train-predictor")

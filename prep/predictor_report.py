@@ -123,8 +123,9 @@ def _by_layer(outcome: Outcome) -> Iterator[str]:
 def _better_probe(outcome: Outcome) -> Iterator[str]:
     """One line where a simpler kind did better than the one that was asked for."""
     k, layers = reference_k(outcome.shape), routed_layers(outcome.shape, outcome.num_hash_layers)
-    trained, linear = (outcome.recall[name].at(k, layers=layers) for name in (outcome.trained_kind, "linear"))
-    if linear > trained:
+    kinds = (outcome.trained_kind, outcome.saved_kind, "linear")
+    trained, saved, linear = (outcome.recall[name].at(k, layers=layers) for name in kinds)
+    if linear > max(trained, saved):
         yield f"linear does better than {outcome.trained_kind} ({linear:.1%}, {trained:.1%} at recall@{k}); train longer, or keep it: --kind linear"
 
 

@@ -137,9 +137,6 @@ class EvictingStaging(Staging):
                 own = move
         return own
 
-    def _count(self, move: Demote | Promote, kind: str) -> None:
-        self._stats.move(move.plane, kind, self._files.stride_bytes(move.plane), self._memory.copies_over_pcie)
-
 
 def evicting_staging(limit: int) -> type[EvictingStaging]:
     """EvictingStaging with at most so many guesses in flight."""

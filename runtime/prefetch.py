@@ -51,7 +51,8 @@ class DriveBudget:
     def __init__(self, slab_bytes: int) -> None:
         """`slab_bytes` is the size of a guess."""
         self._slab_bytes = slab_bytes
-        self._idle_seconds = self._credit = 0.0
+        self._idle_seconds: float | None = None  # of a layer, in the mean; None before the first
+        self._credit = 0.0
         self._right = 0.5  # share of the guesses, lately
 
     @property
@@ -62,7 +63,8 @@ class DriveBudget:
     def layer(self, seconds: float, demand_busy_seconds: float, bytes_per_second: float) -> None:
         """So long did the last layer take, and so long was a demand read under way."""
         idle = max(0.0, seconds - demand_busy_seconds)
-        self._idle_seconds += SMOOTHING * (idle - self._idle_seconds)
+        before = idle if self._idle_seconds is None else self._idle_seconds
+        self._idle_seconds = before + SMOOTHING * (idle - before)
         added = self._idle_seconds * bytes_per_second * self.trust
         most = added * KEPT_LAYERS if self.trust == 1.0 else added
         self._credit = min(self._credit + added, max(most, float(self._slab_bytes)))

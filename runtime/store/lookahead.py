@@ -34,6 +34,7 @@ class Lookahead:
         """Joins the parts of one store."""
         self._prefetcher, self._staging, self._residency, self._files = prefetcher, staging, residency, files
         self._weights, self.ladder, self._clock = weights, ladder, clock
+        self._is_step = False
         self._known: list[Guess] = []  # certain guesses that the ring has had no room for yet
         self._last_look = clock(), files.progress()
 
@@ -44,8 +45,12 @@ class Lookahead:
         self._stage_known()
 
     def begin_layer(self, layer_idx: int, x: Tensor) -> Tensor | None:
-        """Starts the predictor on the router's input [T, D] and lands what has been read; what `end_layer` takes."""
-        seen = self._prefetcher.look(layer_idx, x) if len(x) == 1 else None
+        """Starts the predictor on the router's input [T, D] and lands what has been read.
+
+        What the predictor says is for `end_layer`, read by the host where it reads the router's picks: one wait for both.
+        """
+        self._is_step = len(x) == 1
+        seen = self._prefetcher.look(layer_idx, x) if self._is_step else None
         self._staging.collect()
         return seen
 
@@ -53,13 +58,14 @@ class Lookahead:
         """Reads of wanted slabs that are still on their way; now demand, and the caller's."""
         return self._staging.claim(wants)
 
-    def end_layer(self, layer_idx: int, seen: Tensor | None) -> None:
+    def end_layer(self, layer_idx: int, seen: list[list[list[float]]] | None) -> None:
         """What was staged for this layer is over; the drive's spare time goes to guesses for those to come."""
         self._staging.retire(layer_idx)
-        self._measure()
+        if self._is_step:  # a prefill, or the pause before it, says nothing about the layers of a step
+            self._measure()
         self._known = [guess for guess in self._known if guess.key.layer_idx > layer_idx]
         self._stage_known()
-        for guess in [] if seen is None else self._prefetcher.guesses(layer_idx, seen.tolist(), self.ladder):
+        for guess in [] if seen is None else self._prefetcher.guesses(layer_idx, seen, self.ladder):
             for slab in self._slabs(guess):
                 if not self._prefetcher.budget.has_room(self._files.stride_bytes(slab[0])):
                     return

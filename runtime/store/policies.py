@@ -207,6 +207,12 @@ class StagingRing:
         """The layer has passed: nobody waits for its guesses."""
         self._passed.update(key for key in self.position_of if key.layer_idx == layer_idx)
 
+    def renew(self, key: ExpertKey) -> bool:
+        """Whether a guess whose layer had passed is here still; it is awaited again."""
+        is_here = key in self._passed
+        self._passed.discard(key)
+        return is_here
+
     def drop(self, key: ExpertKey) -> int:
         """The position that the key had; its slot is empty."""
         position = self.position_of.pop(key)

@@ -209,6 +209,7 @@ class SlabReader:
             if ticket._kind == "prefetch" and ticket in queue:
                 queue.remove(ticket)
                 self._queues["demand"].append(ticket)
+                self._work.notify(len(ticket._bounds) - 1 - ticket._begun)
             ticket._kind = "demand"
 
     def stats(self) -> dict[str, Any]:

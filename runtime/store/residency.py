@@ -226,6 +226,10 @@ class Residency:
             return None
         return Read(plane, key, slot_id) if place is None else Stage(plane, key, place.slot_id, slot_id)
 
+    def renew(self, plane: str, key: ExpertKey) -> bool:
+        """Whether the slab is still staged for a layer that has passed; now it waits for the next time that layer comes."""
+        return self._rings[plane].renew(key)
+
     def retire(self, layer_idx: int) -> None:
         """The layer has been served: what was staged for it and not adopted may be overwritten."""
         for ring in self._rings.values():

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from runtime.errors import StoreError
-from runtime.store.residency import Read, Residency, Slab, Stage
+from runtime.store.residency import Demote, Promote, Read, Residency, Slab, Stage
 from runtime.store.slab_files import SlabFiles
 from runtime.store.slots import SlotMemory
 from runtime.store.stats import StoreStats
@@ -17,7 +17,7 @@ from runtime.store.tickets import Ticket
 
 
 class _Pending(NamedTuple):
-    num_bytes: int  # read for it from NVMe; 0 if it came from RAM
+    num_bytes: int  # read for it from NVMe; 0 if it came from RAM or was in the ring still
     is_certain: bool
 
 
@@ -44,27 +44,26 @@ class Staging:
         self._pending: dict[Slab, _Pending] = {}
 
     def issue(self, slab: Slab, is_certain: bool = False) -> int:
-        """Bytes that are under way for this guess, whose end `resolved` hears of unless it is certain; 0 if the slab is in VRAM already or there is no room for it."""
+        """Bytes that the drive will read for this guess, whose end `resolved` hears of unless it is certain.
+
+        0 if nothing is read: the slab is in VRAM, or comes from RAM, or there is no room for it.
+        """
+        if self._residency.renew(*slab):
+            return self._begin(slab, 0, is_certain)
         move = self.place(slab)
         if move is None:
             return 0
-        num_bytes = self._files.stride_bytes(move.plane)
         if isinstance(move, Stage):
             self._memory.promote(move)
             self._residency.arrived(move.plane, move.key)
-        else:
-            ticket = self._files.submit_prefetch(move, self._memory)
-            if ticket is None:
-                self._residency.failed(move.plane, move.key)
-                return 0
-            self._on_the_way[slab] = ticket, move
-        kind = "stage" if isinstance(move, Stage) else "prefetch"
-        over_pcie = self._memory.copies_over_pcie
-        self._stats.move(move.plane, kind, num_bytes, over_pcie)
-        self._stats.prefetch["issued"] += 1
-        self._stats.prefetch["issued_bytes"] += num_bytes
-        self._pending[slab] = _Pending(num_bytes if isinstance(move, Read) else 0, is_certain)
-        return num_bytes
+            self._count(move, "stage")
+            return self._begin(slab, 0, is_certain)
+        ticket = self._files.submit_prefetch(move, self._memory)
+        if ticket is None:
+            self._residency.failed(move.plane, move.key)
+            return 0
+        self._on_the_way[slab] = ticket, move
+        return self._begin(slab, self._files.stride_bytes(move.plane), is_certain)
 
     def place(self, slab: Slab) -> Read | Stage | None:
         """The move that brings the slab near, None if it cannot or need not be."""
@@ -75,7 +74,9 @@ class Staging:
         for slab, (ticket, move) in list(self._on_the_way.items()):
             if ticket.is_done():
                 del self._on_the_way[slab]
-                self._end(ticket, move)
+                if not self._end(ticket, move) and slab in self._pending:
+                    del self._pending[slab]
+                    self._stats.prefetch["failed"] += 1
 
     def claim(self, wants: Iterable[Slab]) -> dict[Ticket, Read]:
         """The reads of wanted slabs that are still on their way, now demand and the caller's to land; counts all guesses that were right."""
@@ -121,13 +122,24 @@ class Staging:
         if not guess.is_certain:
             self._resolved(was_right)
 
-    def _end(self, ticket: Ticket, move: Read) -> None:
-        """A guess that could not be read is nobody's error: who needs the slab asks for it, and hears of it."""
+    def _begin(self, slab: Slab, num_bytes: int, is_certain: bool) -> int:
+        self._pending[slab] = _Pending(num_bytes, is_certain)
+        self._stats.prefetch["issued"] += 1
+        self._stats.prefetch["issued_bytes"] += num_bytes
+        return num_bytes
+
+    def _count(self, move: Read | Stage | Demote | Promote, kind: str) -> None:
+        self._stats.move(move.plane, kind, self._files.stride_bytes(move.plane), self._memory.copies_over_pcie)
+
+    def _end(self, ticket: Ticket, move: Read) -> bool:
+        """Whether it was read. A guess that could not be is nobody's error: who needs the slab asks for it, and hears of it."""
         try:
             ticket.wait()
         except StoreError:
             self._memory.drop(move)
             self._residency.failed(move.plane, move.key)
-        else:
-            self._memory.land(move)
-            self._residency.arrived(move.plane, move.key)
+            return False
+        self._memory.land(move)
+        self._residency.arrived(move.plane, move.key)
+        self._count(move, "prefetch")
+        return True

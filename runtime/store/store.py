@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -110,25 +110,45 @@ class TieredStore:
         Raises:
             StoreError: A slab could not be read; other experts can still be asked for.
         """
-        if self._was_cut_off:
-            raise StoreError(
-                "expert store: an earlier call was cut off inside a layer, expected every call to end; open the model again"
-            )
-        seen = self._lookahead.begin_layer(layer_idx, x) if self._lookahead else None
-        # Here the host waits for the router; everything below is decided by integers.
+        with self._uncut():
+            call = self._serve(layer_idx, x, topk_ids, topk_weights)
+            if layer_idx == self._last_layer:
+                self._end_tokens(len(x))
+            return call.output
+
+    def _serve(self, layer_idx: int, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> _Call:
+        look = self._lookahead.begin_layer(layer_idx, x) if self._lookahead else None
+        # Here the host waits for the router and the predictor; everything below is decided by integers.
         work = self._plan(layer_idx, topk_ids.tolist(), topk_weights.tolist())
+        seen = None if look is None else look.tolist()
         call = _Call(x, torch.zeros(*topk_ids.shape, x.shape[-1], device=x.device), *_upload(work, x.device))
         for wave in self._waves(work):
             self._run_wave(wave, call)
         if self._lookahead:
             self._lookahead.end_layer(layer_idx, seen)
-        if layer_idx == self._last_layer:
-            for _ in range(len(x)):
-                self._residency.end_token()
-            self.stats.end_tokens(len(x))
-            if self.stats.num_tokens % WINDOW_TOKENS < len(x):
-                self._watch()
-        return call.output
+        return call
+
+    def _end_tokens(self, num_tokens: int) -> None:
+        for _ in range(num_tokens):
+            self._residency.end_token()
+        self.stats.end_tokens(num_tokens)
+        if self.stats.num_tokens % WINDOW_TOKENS < num_tokens:
+            self._watch()
+
+    @contextmanager
+    def _uncut(self) -> Iterator[None]:
+        """Within, an exception that is no StoreError ends the store: a read may be writing to a slot that nobody knows of."""
+        if self._was_cut_off:
+            raise StoreError(
+                "expert store: an earlier call was cut off inside a layer, expected every call to end; open the model again"
+            )
+        try:
+            yield
+        except StoreError:
+            raise
+        except BaseException:
+            self._was_cut_off = True
+            raise
 
     @property
     def ladder(self) -> AnyLadder:
@@ -153,7 +173,8 @@ class TieredStore:
     def begin_step(self, token_id: int) -> None:
         """The next forward is of this one token: what that alone decides is brought near."""
         if self._lookahead:
-            self._lookahead.begin_step(token_id)
+            with self._uncut():
+                self._lookahead.begin_step(token_id)
 
     def restart(self) -> None:
         """Empty tiers and counters, as after opening; for a comparison of runs that must begin alike."""
@@ -261,9 +282,6 @@ class TieredStore:
             self._residency.release(wants)
             self.stats.abandon()
             raise
-        except BaseException:
-            self._was_cut_off = True  # a read may still be writing to a slot that nobody knows of
-            raise
 
     def _compute_ready(self, wave: list[Work], missing: set[Slab], call: _Call) -> list[Work]:
         """Computes the work of which no slab is missing; what is left of the wave."""
@@ -306,8 +324,7 @@ class TieredStore:
                 if failure is None:
                     self._memory.land(move)
                     self._residency.arrived(move.plane, move.key)
-                    if move not in late.values():
-                        self._count(move, "read")
+                    self._count(move, "prefetch" if move in late.values() else "read")
                     yield move.plane, move.key
                 else:
                     self._memory.drop(move)
