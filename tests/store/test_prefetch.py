@@ -21,7 +21,7 @@ from prep.requant import requant
 from runtime import open_model
 from runtime.artifact import ModelDirectory
 from runtime.engine import Session
-from runtime.errors import StrawError
+from runtime.errors import StoreError, StrawError
 from runtime.ladder import Ladder, Rung
 from runtime.prefetch import LEAST_TRUST, DriveBudget, Guess, Prefetcher
 from runtime.store import assemble
@@ -230,6 +230,41 @@ def real_run(session: Session) -> tuple[Tensor, list[list[list[int]]], dict[str,
     stats = session.stats()["store"]
     session.close()
     return torch.stack(logits), [picks[at : at + NUM_LAYERS] for at in range(0, len(picks), NUM_LAYERS)], stats
+
+
+def test_an_interrupt_while_a_guess_is_issued_ends_the_store(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its slot would be in flight for good, with nobody reading into it."""
+    session = open_model(model, slots=(NUM_PICKS, 0, 0, 0), prefetch="hash")
+    session.prefill(TOKENS[:PREFIX])
+    files = session._experts._files  # type: ignore[attr-defined]
+
+    def cut(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(files, "submit_prefetch", cut)
+        session.step(TOKENS[PREFIX])
+    with pytest.raises(StoreError, match="cut off inside a layer"):
+        session.step(TOKENS[PREFIX])
+    session.close()
+
+
+def test_a_guess_that_cannot_be_read_is_nobodys_error(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    slots = (16, 10, 0, 0)
+    off, picks, _ = real_run(open_model(model, slots=slots, dtype="float32"))
+    session = open_model(model, slots=slots, prefetch="hash", dtype="float32")
+    files = session._experts._files  # type: ignore[attr-defined]
+    session._experts.prefetcher._predictor = Teacher(picks, is_wrong=False)  # type: ignore[attr-defined]
+    submit = files._reader.submit
+
+    def submit_failing(path: str, *arguments: Any, demand: bool, **more: Any) -> Any:
+        return submit(path if demand else "experts/nothing.bin", *arguments, demand=demand, **more)
+
+    monkeypatch.setattr(files._reader, "submit", submit_failing)
+    logits, _, stats = real_run(session)
+    assert torch.equal(logits, off)
+    assert stats["prefetch"]["failed"] > 0
+    assert "used" not in stats["prefetch"]
 
 
 def test_settings_that_cannot_be_met(model: Path) -> None:

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from runtime.errors import StoreError
 from runtime.store.arena import PAGE_BYTES, HostArena
-from runtime.store.reader import MIN_PIECE_BYTES, SlabReader, _piece_bounds
+from runtime.store.reader import MIN_PIECE_BYTES, PREFETCH_READS, SlabReader, _piece_bounds
 
 pytestmark = pytest.mark.timeout(20)  # nothing may hang
 
@@ -222,6 +222,27 @@ def test_a_begun_prefetch_is_promoted_but_not_cancelled(open_reader: Callable[..
     assert [ticket.label for ticket in reader.completed([other, prefetch])] == ["begun", "other"]
     reader.promote(prefetch)  # of one that is over: nothing
     assert reader.stats()["demand"]["reads"] == 3  # the first piece was read as a prefetch
+
+
+def test_prefetches_keep_to_their_share_until_they_are_promoted(open_reader: Callable[..., SlabReader]) -> None:
+    gate, under_way = threading.Event(), threading.Semaphore(0)
+
+    def preadv(descriptor: int, targets: list[memoryview], offset: int) -> int:
+        under_way.release()
+        gate.wait()
+        return os.preadv(descriptor, targets, offset)
+
+    reader = open_reader(num_workers=12, pieces=1, preadv=preadv)
+    tickets = [
+        reader.submit(NAME, page * PAGE_BYTES, target_of(PAGE_BYTES), label="guess", demand=False) for page in range(10)
+    ]
+    assert all(under_way.acquire(timeout=10) for _ in range(PREFETCH_READS))
+    assert not under_way.acquire(timeout=0.2)
+    for ticket in tickets:
+        reader.promote(ticket)
+    assert all(under_way.acquire(timeout=10) for _ in range(len(tickets) - PREFETCH_READS))
+    gate.set()
+    assert len(list(reader.completed(tickets))) == len(tickets)
 
 
 def test_completed_yields_the_fast_before_the_slow(open_reader: Callable[..., SlabReader]) -> None:

@@ -286,6 +286,18 @@ def test_a_guess_in_ram_takes_nothing_until_it_is_right() -> None:
     residency.check_balance()
 
 
+def test_a_guess_left_from_the_last_token_is_awaited_again() -> None:
+    residency = Residency({"fp4": PoolSizes(vram=1, staging=1)})
+    assert not residency.renew("fp4", A)
+    residency.stage("fp4", A)
+    residency.arrived("fp4", A)
+    assert not residency.renew("fp4", A)  # its layer has not passed
+    residency.retire(A.layer_idx)
+    assert residency.renew("fp4", A)
+    assert residency.stage("fp4", B) is None
+    assert residency.place("fp4", A) == Place(Tier.VRAM, 1, in_flight=False, is_staged=True)
+
+
 def test_a_guess_that_is_late_stays_in_flight_when_adopted() -> None:
     residency = Residency({"fp4": PoolSizes(vram=1, staging=1)})
     residency.stage("fp4", A)
