@@ -107,10 +107,9 @@ class Evaluation:
         return [self._measured(row, exact, advance) for row in self._rows]
 
     def close(self) -> None:
-        """Ends the session, if one is open."""
-        if self._session is not None:
-            self._session.close()
-        self._session = None
+        """Ends the session, if one is open, and leaves the state to other runs."""
+        self._end_session()
+        self._state.close()
 
     def _identity(self) -> dict[str, Any]:
         """All that the numbers hang on beside the row."""
@@ -170,12 +169,17 @@ class Evaluation:
     def _open(self, purpose: object, **options: Any) -> Session:
         """The session opened for this purpose, in the place of any other."""
         if self._session is None or self._opened_for != purpose:
-            self.close()
+            self._end_session()
             settings = self._settings
             options |= {"device": settings.device, "dtype": settings.dtype, "context": self._context}
             self._session = open_model(self._model.directory, warn=self._warn, **options)
             self._opened_for = purpose
         return self._session
+
+    def _end_session(self) -> None:
+        if self._session is not None:
+            self._session.close()
+        self._session = None
 
     def _summary(self, row: Row, scores: Sequence[Scores]) -> dict[str, Any]:
         """The row, its figures, and per token the picks by what served them, the slabs read and their bytes (None: not known)."""

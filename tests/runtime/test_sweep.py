@@ -149,6 +149,15 @@ def test_another_runs_state_is_not_taken(
         Evaluation(model, replace(saved, **change), ROWS, pytest.fail)  # type: ignore[arg-type]
 
 
+def test_two_runs_at_once(model: Model, settings: EvalSettings, tmp_path: Path) -> None:
+    saved = replace(settings, out=tmp_path / "out.json")
+    first = Evaluation(model, saved, ROWS, pytest.fail)
+    with pytest.raises(StrawError, match="another run writes it"):
+        Evaluation(model, saved, ROWS, pytest.fail)
+    first.close()
+    Evaluation(model, saved, ROWS, pytest.fail).close()
+
+
 @pytest.mark.parametrize("content", ["", "[]", '{"rows": {}}', '{"settings": {}, "rows": {"a": {"scores": [{}]}}}'])
 def test_a_damaged_state(model: Model, settings: EvalSettings, tmp_path: Path, content: str) -> None:
     (tmp_path / "out.state.json").write_text(content)
@@ -253,7 +262,7 @@ def test_the_command_ends_with_one_json_document(command: Command, directory: Pa
     document = json.loads(lines[-1])
     assert code == 0 and document == json.loads((tmp_path / "out.json").read_text())
     assert [row["ladder"] for row in document["results"]] == ["1,1", "exact"]
-    assert document["command"].startswith("runtime ") and set(STATISTICS) <= set(document["results"][0])
+    assert document["command"].startswith("runtime") and set(STATISTICS) <= set(document["results"][0])
 
 
 @pytest.mark.slow

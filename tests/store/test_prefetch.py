@@ -264,7 +264,8 @@ def test_a_guess_that_cannot_be_read_is_nobodys_error(model: Path, monkeypatch: 
     logits, _, stats = real_run(session)
     assert torch.equal(logits, off)
     assert stats["prefetch"]["failed"] > 0
-    assert "used" not in stats["prefetch"]
+    assert stats["prefetch"]["issued"] == stats["prefetch"]["failed"] + stats["prefetch"]["used"]  # used: from RAM
+    assert "prefetch" not in stats["by_plane"]["fp4"]
 
 
 def test_settings_that_cannot_be_met(model: Path) -> None:
