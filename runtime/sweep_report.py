@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 PICTURE = "ladder.png"
+LINEAR_NATS = 0.02  # of the loss axis; logarithmic above
 COLORS = {"int2": "tab:orange", "quad2": "tab:blue", "split": "tab:green"}
 COLUMNS = (
     ("loss", 9),
@@ -131,7 +132,12 @@ def _draw(results: Sequence[Mapping[str, Any]], speeds: Mapping[str, Speed], pat
     panels = 2 if speeds else 1
     figure = Figure(figsize=(7 * panels, 5.5), layout="constrained")
     axes = figure.subplots(1, panels, sharey=True, squeeze=False)[0]
-    axes[0].set(xlabel="GB read per token, at V4-Flash's layers and slab sizes", ylabel="loss, nats per token")
+    axes[0].set(
+        xlabel="GB read per token, at V4-Flash's layers and slab sizes", ylabel="loss above exact, nats per token"
+    )
+    axes[0].set_yscale(
+        "symlog", linthresh=LINEAR_NATS
+    )  # a cliff and 1 % in one picture; what is below exact has its place too
     _scatter(axes[0], [(row["v4_flash_nvme_bytes_per_token"] / 1e9, row, None) for row in rows])
     if speeds:
         axes[1].set(xlabel="tokens per second; crossed out: invalid")
@@ -141,16 +147,20 @@ def _draw(results: Sequence[Mapping[str, Any]], speeds: Mapping[str, Speed], pat
 
 
 def _scatter(panel: Axes, points: Sequence[tuple[float, Mapping[str, Any], str | None]]) -> None:
-    """One point a row: filled where what is left is renormalised, crossed out where the run is invalid."""
-    labelled: set[str] = set()
+    """One point a row: filled where what is left is renormalised, crossed out where the run is invalid.
+
+    The codes' points of a ladder lie close together, so that one name will do for them.
+    """
+    named: set[str] = set()
     for x, row, invalid in points:
-        color, y = COLORS.get(row["code"], "grey"), row["loss"]["value"]
-        label = "" if row["code"] in labelled else row["code"]
-        labelled.add(row["code"])
-        panel.plot(x, y, "o", color=color, fillstyle="full" if row["renormalise"] else "none", label=label or None)
+        code, ladder, y = row["code"], row["ladder"], row["loss_difference"]["value"]
+        fill, label = "full" if row["renormalise"] else "none", None if code in named else code
+        panel.plot(x, y, "o", color=COLORS.get(code, "grey"), fillstyle=fill, label=label)
         if invalid is not None:
             panel.plot(x, y, "x", color="red", markersize=14, markeredgewidth=2)
-        panel.annotate(row["ladder"], (x, y), xytext=(4, 4), textcoords="offset points", fontsize="x-small")
+        if ladder not in named:
+            panel.annotate(ladder, (x, y), xytext=(6, 3), textcoords="offset points", fontsize="x-small")
+        named |= {code, ladder}
     panel.grid(alpha=0.3)
     if points:
-        panel.legend(fontsize="small")
+        panel.legend(fontsize="small", title="hollow: no renormalising", title_fontsize="x-small")

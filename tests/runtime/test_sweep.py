@@ -213,7 +213,7 @@ def test_the_picture(results: list[dict[str, Any]], tmp_path: Path, monkeypatch:
     by_bytes, by_speed = drawn[0].axes
     assert len(by_bytes.lines) == 2  # the rows that know their reads
     crosses = [line.get_xydata().tolist() for line in by_speed.lines if line.get_marker() == "x"]
-    assert crosses == [[[12.9, results[3]["loss"]["value"]]]]
+    assert crosses == [[[12.9, results[3]["loss_difference"]["value"]]]]
     assert [text.get_text() for text in by_speed.texts] == ["1,2", "1,1"]
     monkeypatch.undo()
     assert "ladder.png" in draw(results, {}, tmp_path / "ladder.png")
