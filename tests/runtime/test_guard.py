@@ -211,7 +211,7 @@ def session(model: Path) -> Iterator[Session]:
     session.close()
 
 
-@pytest.mark.parametrize("length", [5, 64, 150])
+@pytest.mark.parametrize("length", [5, pytest.param(64, marks=pytest.mark.slow), 150])
 def test_rewinding_leaves_no_trace(session: Session, model: Path, length: int) -> None:
     text, wandering = clean(length), clean(60, seed=3)
     session.prefill(text)

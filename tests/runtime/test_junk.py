@@ -169,6 +169,7 @@ def count_windows(texts: Iterator[list[int]], step: int, enough: int) -> int:
     return windows
 
 
+@pytest.mark.slow
 def test_no_false_alarm_in_tables_lists_and_the_hardest_code() -> None:
     texts = [encode(tokenizer(), text) for text in tables_and_lists()] + [_ids(path) for path in hardest_files()]
     sample = islice(installed_files(), None, None, 200)
