@@ -6,10 +6,8 @@ Owns the network and the file. The other kinds that a file can name are in `pred
 from __future__ import annotations
 
 import json
-import os
 import zlib
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
@@ -22,6 +20,7 @@ from torch import Tensor, nn
 
 from predictor.baselines import LinearProbe, NextRouter, RouterWeights, chance_logit, normalised
 from predictor.errors import PredictorError
+from predictor.files import replace_file
 from predictor.trace_files import TraceShape
 
 LOOKAHEADS = (2, 3)
@@ -108,7 +107,7 @@ def save(path: Path, predictor: Predictor, fingerprint: str) -> None:
         "crc32": _checksum(tensors),
     }
     try:
-        _replace(path, to_bytes(tensors, {CONFIG: json.dumps(config)}))
+        replace_file(path, [to_bytes(tensors, {CONFIG: json.dumps(config)})])
     except OSError as cause:
         raise PredictorError(
             f"{path}: writing failed ({cause.strerror or cause}), expected room and permission; mend that and train again"
@@ -164,20 +163,6 @@ def _checksum(tensors: dict[str, Tensor]) -> int:
     for name in sorted(tensors):
         total = zlib.crc32(tensors[name].flatten().view(torch.uint8).numpy().data, total)
     return total
-
-
-def _replace(path: Path, content: bytes) -> None:
-    temporary = path.with_name(path.name + ".partial")
-    try:
-        with temporary.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    except BaseException:
-        with suppress(OSError):  # what is left of it is of no use, and the cause matters more
-            temporary.unlink()
-        raise
 
 
 def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:

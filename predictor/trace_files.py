@@ -9,9 +9,7 @@ tensors' own bytes follows from the record, which is how it is checked.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from math import prod
 from pathlib import Path
@@ -21,6 +19,7 @@ import torch
 from torch import Tensor
 
 from predictor.errors import PredictorError
+from predictor.files import replace_file
 
 SCHEMA_VERSION = 1
 RECORD = "trace.json"
@@ -123,31 +122,12 @@ def write_record(directory: Path, record: TraceRecord) -> None:
 
 
 def _write_file(path: Path, contents: Iterable[bytes | memoryview]) -> None:
-    temporary = path.with_name(path.name + ".partial")
     try:
-        with temporary.open("wb") as file:
-            for content in contents:
-                file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-        _sync_directory(path.parent)
-    except BaseException as cause:
-        with suppress(OSError):  # it holds the space that the next try needs; `cause` matters more
-            temporary.unlink()
-        if not isinstance(cause, OSError):
-            raise
+        replace_file(path, contents)
+    except OSError as cause:
         raise PredictorError(
             f"{path}: writing failed ({cause.strerror}), expected room and permission; mend that and run the same command again, it continues where it stopped"
         ) from cause
-
-
-def _sync_directory(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def read_record(directory: Path) -> TraceRecord:
