@@ -1,0 +1,163 @@
+"""Routed experts on many tokens at once (prefill): picks sorted by expert, weights of any format, one output per pick.
+
+Owns no weights and no slots: experts are named by slab addresses (`kernels.expert_gemv.slabs`), and whoever gives them keeps
+those slabs in place until the kernels have run. Not for captured graphs: sorting allocates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from functools import partial
+from typing import NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from kernels.expert_gemm.kernel import hidden_kernel, output_kernel
+from kernels.expert_gemm.plan import plan_tiles
+from kernels.expert_gemv.slabs import FP4, SPLIT, TWO_BIT, Rows
+from kernels.formats import BLOCK_SIZE
+from kernels.tuning import Config, choose
+
+ALL_KINDS = (FP4, TWO_BIT, SPLIT)
+
+
+class Experts(NamedTuple):
+    """The experts of a call, on the kernels' device; their fields are those of `kernels.expert_gemv.slabs.Picks`.
+
+    slabs: int64 [E, 2], address / 16. kinds: int32 [E]. normalisers: float32 [E, 3].
+    """
+
+    slabs: Tensor
+    kinds: Tensor
+    normalisers: Tensor
+
+
+class Routed(NamedTuple):
+    """Who goes where: picks int64 or int32 [T, K], indices into the call's experts, negative for none; weights float32 [T, K]."""
+
+    picks: Tensor
+    weights: Tensor
+
+
+def expert_gemm(
+    x: Tensor,
+    routed: Routed,
+    experts: Experts,
+    rows: Rows,
+    hidden: Tensor,
+    out: Tensor,
+    *,
+    limit: float,
+    kinds: Collection[int] = ALL_KINDS,
+) -> Tensor:
+    """`out` [T, K, D]: each pick's weighted output; picks outside the call are left as they are.
+
+    Args:
+        x: [T, D] bfloat16, or float32, which is rounded to it.
+        routed: Picks and route weights.
+        experts: Slabs, kinds and normalisers.
+        rows: The layer's table rows.
+        hidden: Scratch, bfloat16 [T*K, F].
+        out: bfloat16 or float32.
+        limit: The clamp of gate and up.
+        kinds: Those that occur among the experts; experts of others are left out.
+
+    Raises:
+        ValueError: A shape, dtype, device or layout is wrong.
+    """
+    call = Call(x, routed, experts, rows, hidden, out, limit)
+    _check(call)
+    if not x.is_cuda:
+        raise ValueError("expert_gemm: x on the CPU, expected CUDA; expert_gemm_reference runs anywhere")
+    return launch_gemm(call, kinds)
+
+
+class Call(NamedTuple):
+    """The arguments of `expert_gemm`."""
+
+    x: Tensor
+    routed: Routed
+    experts: Experts
+    rows: Rows
+    hidden: Tensor
+    out: Tensor
+    limit: float
+
+
+def launch_gemm(call: Call, kinds: Collection[int] = ALL_KINDS, *, portable: bool = False) -> Tensor:
+    """Runs the kernels, unchecked."""
+    picks, experts = call.routed.picks.numel(), call.experts.kinds.numel()
+    if picks == 0 or experts == 0:
+        return call.out
+    average = triton.next_power_of_2(max(1, picks // experts))
+    shape = f"{call.x.shape[1]}x{call.hidden.shape[1]}"
+    key = f"{shape} n{average} kinds {''.join(map(str, sorted(kinds)))} {str(call.out.dtype)[6:]}"
+    run = partial(_launch, call, sorted(kinds), portable)
+    run(choose("expert_gemm", key, candidates(average), run, call.x.device))
+    return call.out
+
+
+def candidates(average: int) -> list[Config]:
+    """Configurations of equal bits: rows and picks of a tile, for so many picks an expert (a power of two)."""
+    tokens = min(64, max(16, average))
+    sizes = [(64, tokens, 4, 3), (128, tokens, 8, 3), (64, tokens, 4, 4), (64, max(16, tokens // 2), 4, 3)]
+    names = ("ROWS", "TOKENS", "num_warps", "num_stages")
+    return [dict(zip(names, size, strict=True)) for size in dict.fromkeys(sizes)]
+
+
+def by_place(x: Tensor) -> Tensor:
+    """x [T, K] as bfloat16 in the kernels' order: block of 128, place in a group of four codes, group."""
+    return x.bfloat16().unflatten(1, (-1, BLOCK_SIZE // 4, 4)).transpose(2, 3).contiguous().flatten(1)
+
+
+def _launch(call: Call, kinds: list[int], portable: bool, config: Config) -> None:
+    """Both stages for each kind, with these sizes."""
+    (picks, weights), experts, hidden = call.routed, call.experts, call.hidden
+    plan = plan_tiles(picks, experts.kinds, config["TOKENS"])
+    (hidden_size, width), tiles = (call.x.shape[1], hidden.shape[1]), plan.tiles.shape[0]
+    levels = _bfloat16_levels(call.rows)
+    shared = (plan.order, plan.tiles, experts.slabs, experts.normalisers, levels, call.rows.split_rows)
+    x = by_place(call.x)
+    for kind in kinds:
+        options = {"D": hidden_size, "F": width, "KIND": kind, "PORTABLE": portable, **config}
+        grid = (width // config["ROWS"], tiles)
+        hidden_kernel[grid](x, *shared, weights, hidden, call.limit, picks.shape[1], **options)
+        output_kernel[(hidden_size // config["ROWS"], tiles)](hidden, *shared, call.out, **options)
+
+
+def _bfloat16_levels(rows: Rows) -> Tensor:
+    """The rows' levels as bfloat16, int32 [3, 256, 2]: their four low bytes in one word, the high ones in the next."""
+    halves = rows.levels.view(torch.uint8).unflatten(-1, (2, 4)).transpose(-1, -2).contiguous().view(torch.float16)
+    values = (halves.squeeze(-1).float() * rows.level_scales[:, None, None]).bfloat16()
+    return values.view(torch.uint8).unflatten(-1, (4, 2)).transpose(-1, -2).contiguous().view(torch.int32).squeeze(-1)
+
+
+def _check(call: Call) -> None:
+    """Everything but the rows fits together, else ValueError."""
+    x, (picks, weights), experts, _, hidden, out, _ = call
+    count = experts.kinds.shape[0]
+    if x.ndim != 2 or hidden.ndim != 2 or x.shape[1] % BLOCK_SIZE or hidden.shape[1] % BLOCK_SIZE:
+        found = f"x {tuple(x.shape)}, hidden {tuple(hidden.shape)}"
+        raise ValueError(f"expert_gemm: {found}; expected [T, D] and [T*K, F] with D and F multiples of 128")
+    per_token = (x.shape[0], picks.shape[-1])
+    floats = (torch.bfloat16, torch.float32)
+    _check_tensor("picks", picks, x, per_token, (torch.int32, torch.int64))
+    _check_tensor("weights", weights, x, per_token, (torch.float32,))
+    _check_tensor("slabs", experts.slabs, x, (count, 2), (torch.int64,))
+    _check_tensor("kinds", experts.kinds, x, (count,), (torch.int32,))
+    _check_tensor("normalisers", experts.normalisers, x, (count, 3), (torch.float32,))
+    _check_tensor("hidden", hidden, x, (picks.numel(), hidden.shape[1]), (torch.bfloat16,))
+    _check_tensor("out", out, x, (*per_token, x.shape[1]), floats)
+    _check_tensor("x", x, x, tuple(x.shape), floats)
+
+
+def _check_tensor(
+    name: str, tensor: Tensor, x: Tensor, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...]
+) -> None:
+    if tensor.shape != shape or tensor.dtype not in dtypes:
+        found = f"{tensor.dtype} {tuple(tensor.shape)}"
+        raise ValueError(f"expert_gemm: {name} {found}, expected {dtypes[-1]} {list(shape)}")
+    if tensor.device != x.device or not tensor.is_contiguous():
+        raise ValueError(f"expert_gemm: {name} not contiguous or not on {x.device}; move or copy it first")

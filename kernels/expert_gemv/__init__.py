@@ -1,0 +1,142 @@
+"""Grouped expert GEMV: a few picks, each one expert for one token, straight from slots, one output per pick.
+
+Precisions may be mixed in a call. Slabs may lie in device memory or in pinned host memory. Owns no slab.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kernels.expert_gemv.kernel import add_kernel, down_kernel, gate_up_kernel, pack_kernel
+from kernels.expert_gemv.slabs import Picks, Rows
+from kernels.formats import GROUP_SIZE
+from kernels.tuning import Config, choose
+
+GATE_UP = tuple({"ROWS": rows, "num_warps": warps} for rows, warps in ((8, 4), (4, 2), (8, 2), (16, 8), (4, 1)))
+DOWN = tuple({"ROWS": rows, "num_warps": warps} for rows, warps in ((16, 4), (32, 4), (16, 2), (32, 8), (8, 2)))
+
+
+@dataclass(frozen=True, slots=True)
+class Workspace:
+    """What a call needs beside inputs and output; allocated once, one call at a time.
+
+    x: float16 [T, D], as `pack_kernel` leaves it, with its scales float32 [T, D/32]. hidden: float32 [P, F], what w2 is
+    applied to; packed_hidden: the same as x is packed.
+    """
+
+    x: tuple[Tensor, Tensor]
+    hidden: Tensor
+    packed_hidden: tuple[Tensor, Tensor]
+
+    @classmethod
+    def allocate(cls, tokens: int, picks: int, hidden: int, width: int, device: torch.device) -> Workspace:
+        """For calls of up to so many tokens and picks of experts with D = hidden and F = width."""
+
+        def pair(rows: int, columns: int) -> tuple[Tensor, Tensor]:
+            packed = torch.zeros(rows, columns, dtype=torch.float16, device=device)
+            return packed, torch.zeros(rows, columns // GROUP_SIZE, device=device)
+
+        return cls(pair(tokens, hidden), torch.zeros(picks, width, device=device), pair(picks, width))
+
+
+def expert_gemv(x: Tensor, picks: Picks, rows: Rows, limit: float, workspace: Workspace, out: Tensor) -> Tensor:
+    """out[p] = weight_p * w2_p · (silu(min(w1_p·x, limit)) * clamp(w3_p·x, ±limit)), each pick by itself.
+
+    Args:
+        x: [T, D] bfloat16, float16 or float32, contiguous, on a CUDA device.
+        picks: P of them, on the same device; a kind of -1 leaves its row of `out` alone.
+        rows: Table rows of this layer; any where all picks are FP4.
+        limit: The clamp of gate (upper side) and up (both sides).
+        workspace: For at least T tokens and P picks.
+        out: [P, D] float32, D and F multiples of 32; F is the workspace's.
+
+    Raises:
+        ValueError: Shapes, types or devices do not fit each other.
+    """
+    _check(x, picks, workspace, out)
+    if x.device.type != "cuda":
+        raise ValueError(f"expert_gemv: x on {x.device}, expected a CUDA device; use kernels.expert.expert_ffn there")
+    return launch(x, picks, rows, limit, workspace, out, fast=True)
+
+
+def launch(
+    x: Tensor, picks: Picks, rows: Rows, limit: float, workspace: Workspace, out: Tensor, *, fast: bool
+) -> Tensor:
+    """`expert_gemv` unchecked; fast=False decodes without inline assembly, as the interpreter must."""
+    num_picks, width, hidden = out.shape[0], workspace.hidden.shape[1], x.shape[1]
+    tables = (rows.level_scales, rows.levels.view(torch.int64), rows.split_rows)
+    chained = fast and torch.cuda.get_device_capability(x.device)[0] >= 9
+    sizes = {"D": hidden, "F": width, "FAST": fast, "CHAINED": chained, "launch_pdl": chained}
+
+    def gate_up(config: Config) -> None:
+        grid = (-(-width // config["ROWS"]), num_picks)
+        inputs = (*_words(workspace.x), picks.slabs, picks.kinds, picks.tokens, picks.normalisers, *tables)
+        gate_up_kernel[grid](*inputs, workspace.hidden, LIMIT=limit, BLOCK_G=_lanes(hidden), **sizes, **config)
+
+    def down(config: Config) -> None:
+        grid = (-(-hidden // config["ROWS"]), num_picks)
+        inputs = (*_words(workspace.packed_hidden), picks.slabs, picks.kinds, picks.weights, picks.normalisers, *tables)
+        down_kernel[grid](*inputs, out, BLOCK_G=_lanes(width), **sizes, **config)
+
+    shape = f"{hidden}x{width}"
+    _pack(x, workspace.x, chained=False)
+    gate_up(choose("expert_gemv", f"gate_up/{shape}", GATE_UP, gate_up, x.device))
+    _pack(workspace.hidden[:num_picks], workspace.packed_hidden, chained)
+    down(choose("expert_gemv", f"down/{shape}", DOWN, down, x.device))
+    return out
+
+
+def _pack(vectors: Tensor, packed: tuple[Tensor, Tensor], chained: bool) -> None:
+    count, groups = vectors.shape[0], vectors.shape[1] // GROUP_SIZE
+    pack_kernel[(-(-groups // 16), count)](
+        vectors, *packed, groups, BLOCK_G=16, CHAINED=chained, num_warps=1, launch_pdl=chained
+    )
+
+
+def _words(packed: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    return packed[0].view(torch.int32), packed[1]
+
+
+def add_picks(picks: Tensor, shared: Tensor, out: Tensor) -> Tensor:
+    """out = ((pick 0 + pick 1) + … + shared) in float32, rounded once: the layer's sum in rank order.
+
+    Args:
+        picks: [T, K, D] float32.
+        shared: [T, D], the shared expert's output.
+        out: [T, D].
+    """
+    tokens, num_picks, hidden = picks.shape
+    add_kernel[(-(-hidden // 512), tokens)](picks, shared, out, D=hidden, K=num_picks, BLOCK=512)
+    return out
+
+
+def _lanes(columns: int) -> int:
+    """Groups of a row taken at once: one a lane, fewer in narrow matrices."""
+    return min(32, 1 << (columns // GROUP_SIZE - 1).bit_length())
+
+
+def _check(x: Tensor, picks: Picks, workspace: Workspace, out: Tensor) -> None:
+    num_picks, hidden = out.shape[0], x.shape[1]
+    width = workspace.hidden.shape[1]
+    if hidden % GROUP_SIZE or width % GROUP_SIZE:
+        raise ValueError(f"expert_gemv: D {hidden} and F {width}, expected multiples of {GROUP_SIZE}")
+    expected = {
+        "out": (out, (num_picks, hidden), torch.float32),
+        "slabs": (picks.slabs, (num_picks, 2), torch.int64),
+        "kinds": (picks.kinds, (num_picks,), torch.int32),
+        "tokens": (picks.tokens, (num_picks,), torch.int32),
+        "weights": (picks.weights, (num_picks,), torch.float32),
+        "normalisers": (picks.normalisers, (num_picks, 3), torch.float32),
+    }
+    for name, (tensor, shape, dtype) in expected.items():
+        if tuple(tensor.shape) != shape or tensor.dtype != dtype or tensor.device != x.device:
+            found = f"{list(tensor.shape)} {tensor.dtype} on {tensor.device}"
+            raise ValueError(f"expert_gemv: {name} is {found}, expected {list(shape)} {dtype} on {x.device}")
+    if x.shape[0] > workspace.x[0].shape[0] or num_picks > workspace.hidden.shape[0]:
+        room = f"{workspace.x[0].shape[0]} tokens and {workspace.hidden.shape[0]} picks"
+        raise ValueError(f"expert_gemv: {x.shape[0]} tokens and {num_picks} picks, expected at most {room}")
+    if not (x.is_contiguous() and out.is_contiguous()) or workspace.x[0].shape[1] != hidden:
+        raise ValueError(f"expert_gemv: x and out must be contiguous, and the workspace made for D {hidden}")
