@@ -77,13 +77,22 @@ class Timing:
 
 
 def print_answer(session: Session, tokenizer: Tokenizer, prompt_ids: Sequence[int], sampling: Sampling) -> None:
-    """Prints the answer alone to stdout: as it comes where nothing of it can be withdrawn, else when it is whole."""
+    """Prints the answer alone to stdout: as it comes where nothing of it can be withdrawn, else when it is whole.
+
+    What there is of an answer that an error or Ctrl-C cuts off is printed too, before that goes on its way.
+    """
     is_final = not sampling.guard or session.ladder.is_exact(session.config.num_experts_per_tok)
     stream = AnswerStream(session, tokenizer, sampling, sys.stdout if is_final else io.StringIO(), sys.stderr)
-    stream.run(prompt_ids)
-    if not is_final:
-        detokenizer = Detokenizer(tokenizer)
-        sys.stdout.write("".join(map(detokenizer.push, stream.answer_ids)) + detokenizer.finish() + "\n")
+    is_whole = False
+    try:
+        stream.run(prompt_ids)
+        is_whole = True
+    finally:
+        if not is_final and (stream.answer_ids or is_whole):
+            detokenizer = Detokenizer(tokenizer)
+            sys.stdout.write("".join(map(detokenizer.push, stream.answer_ids)) + detokenizer.finish() + "\n")
+        elif stream.answer_ids and not is_whole:
+            sys.stdout.write("\n")
 
 
 class AnswerStream:

@@ -75,8 +75,8 @@ def read_prompts(path: Path) -> list[BenchPrompt]:
         StrawError: The file cannot be read, is no such list, or names a prompt twice.
     """
     try:
-        prompts = [BenchPrompt(**item) for item in json.loads(path.read_bytes())]
-    except (OSError, ValueError, TypeError, RecursionError) as error:
+        prompts = [_prompt_of(number, item) for number, item in enumerate(_list(json.loads(path.read_bytes())))]
+    except (OSError, ValueError, RecursionError) as error:
         reason = error.strerror if isinstance(error, OSError) else " ".join(str(error).split())
         raise StrawError(
             f'{path}: not a set of prompts ({reason}), expected a .json list of objects with "name", "prompt" and "tokens"; correct it or name another --prompts'
@@ -215,6 +215,25 @@ def _summary_line(document: dict[str, Any]) -> str:
     untimed = sum(not row["valid_runs"] for row in document["prompts"])
     note = f" ({untimed} prompts without a valid run are not among them)" if untimed else ""
     return f"slowest prompt: {document['slowest']}, {document['slowest_tokens_per_second']:.2f} tokens/s; median of the prompts {document['median_tokens_per_second']:.2f}{note}; {counts}"
+
+
+def _list(found: Any) -> list[Any]:
+    if not isinstance(found, list):
+        raise ValueError(f"it holds {_json_name(found)}")
+    return found
+
+
+def _json_name(value: Any) -> str:
+    """In JSON's words."""
+    names = {dict: "an object", list: "a list", str: "text", bool: "true or false", int: "a number", float: "a number"}
+    return names.get(type(value), "null")
+
+
+def _prompt_of(number: int, item: Any) -> BenchPrompt:
+    if not isinstance(item, dict) or item.keys() != {"name", "prompt", "tokens"}:
+        found = f"has {', '.join(map(str, item))}" if isinstance(item, dict) else f"is {_json_name(item)}"
+        raise ValueError(f"prompt {number} {found[:60]}")
+    return BenchPrompt(**item)
 
 
 def _check(where: str, prompt: BenchPrompt, names: set[str]) -> None:

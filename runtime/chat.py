@@ -16,9 +16,9 @@ from tokenizers import Tokenizer
 from runtime.answering import AnswerStream, Sampling
 from runtime.chat_template import ChatOptions, Message, render_prompt, render_transcript, split_answer
 from runtime.engine import Session
-from runtime.errors import ArtifactError, ContextFullError, StrawError
+from runtime.errors import ContextFullError, StrawError
 from runtime.prompt_file import checked_prompt
-from runtime.tokenizer import Detokenizer, encode
+from runtime.tokenizer import Detokenizer, encode, missing_tokenizer
 
 HELP = "/reset forgets the conversation, /stats prints counters, Ctrl-C stops an answer, Ctrl-D or /exit ends"
 
@@ -69,10 +69,7 @@ def require_tokenizer(session: Session) -> Tokenizer:
         ArtifactError: The model has none, so it cannot take or give text.
     """
     if session.tokenizer is None:
-        raise ArtifactError(
-            f"{session.directory / 'tokenizer.json'}: file is missing, expected the model's tokenizer; copy it there"
-            " (the Python API works on token ids without it)"
-        )
+        raise missing_tokenizer(session.directory)
     return session.tokenizer
 
 

@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 import shlex
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -17,7 +20,12 @@ if TYPE_CHECKING:
     from runtime.answering import Sampling
     from runtime.bench_prompts import BenchPrompt
     from runtime.chat_template import ChatOptions
+    from runtime.config import ModelConfig
     from runtime.engine import Session
+    from runtime.eval_rows import Model as Measured
+    from runtime.sweep_speed import SpeedSettings
+
+RESUMES = "interrupted; the same command goes on where it stopped"
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
@@ -60,7 +68,8 @@ GuardOption = Annotated[
     bool, typer.Option("--guard/--no-guard", help="Roll back and go on exactly when the text turns to junk.")
 ]
 Junk = Annotated[
-    list[str], typer.Option("--junk", help="A text that counts as junk wherever it appears; may be repeated.")
+    list[str],
+    typer.Option("--junk", help="A text that counts as junk wherever it appears, within a word too; may be repeated."),
 ]
 Stats = Annotated[Path | None, typer.Option("--stats", help="Write the session's counters to this JSON file.")]
 Mirrors = Annotated[
@@ -124,7 +133,7 @@ def chat(
     )
     from runtime.chat import Conversation, answer, converse, require_tokenizer
 
-    conversation = Conversation(require_tokenizer(session), _chat_options(session, think, effort), system)
+    conversation = Conversation(require_tokenizer(session), _chat_options(session.config, think, effort), system)
     if text is None:
         converse(session, conversation, sampling)
     else:
@@ -158,7 +167,7 @@ def generate(
     junk: Junk = [],  # noqa: B006 - typer copies it
     stats: Stats = None,
 ) -> None:
-    """Answer one prompt and print the text alone."""
+    """Answer one prompt and print the text alone: as it comes at exact or with --no-guard; else whole, as the guard may withdraw some."""
     text = _prompt_text(prompt, prompt_file)
     if text is None:
         raise typer.BadParameter("expected --prompt TEXT or --prompt-file FILE")
@@ -187,8 +196,9 @@ def generate(
     if raw:
         prompt_ids = encode(tokenizer, BOS + text)
     else:
-        prompt_ids = Conversation(tokenizer, _chat_options(session, think=False, effort=None)).ask(text)
-    print_answer(session, tokenizer, prompt_ids, sampling)
+        prompt_ids = Conversation(tokenizer, _chat_options(session.config, think=False, effort=None)).ask(text)
+    with _told("interrupted"):
+        print_answer(session, tokenizer, prompt_ids, sampling)
     _write_stats(session, stats)
 
 
@@ -285,22 +295,25 @@ def _bench_prompts(
 
     from tqdm import tqdm
 
-    from runtime.bench_prompts import RESULT, results, run_prompts, save_transcript, table
+    from runtime.bench_prompts import RESULT, PromptRun, results, run_prompts, save_transcript, table
     from runtime.measurement import document
 
-    runs = []
-    measured = run_prompts(session, prompts, sampling, repeat, _chat_options(session, think=False, effort=None))
-    for run in tqdm(measured, desc="bench", total=repeat * len(prompts), unit="run", disable=None):
-        runs.append(run)
-        if out is not None:
-            save_transcript(out, run)
     drawn = asdict(sampling)
     del drawn["max_new_tokens"]  # each prompt has its own
     asked = {"set": [asdict(prompt) for prompt in prompts], "repeat": repeat, "sampling": drawn}
-    found = results(runs) | asked | {"experts": session.experts_line}
+    asked |= {"experts": session.experts_line}
+    runs, planned = list[PromptRun](), repeat * len(prompts)
+    measured = run_prompts(session, prompts, sampling, repeat, _chat_options(session.config, think=False, effort=None))
+    with _told("interrupted; --out has the runs that have ended" if out else "interrupted"):
+        for run in tqdm(measured, desc="bench", total=planned, unit="run", disable=None):
+            runs.append(run)
+            found = results(runs) | asked | {"planned_runs": planned}
+            measurement = document("answers to a set of prompts", "runtime.cli", found, session.directory)
+            if out is not None:
+                save_transcript(out, run)
+                _save(measurement, out / RESULT)  # after each one: transcripts and numbers are of the same runs
     typer.echo("\n".join(table(found)))
-    measurement = document("answers to a set of prompts", "runtime.cli", found, session.directory)
-    _print_measurement(measurement, None if out is None else out / RESULT)
+    _print_measurement(measurement, None)
 
 
 def _bench_replay(model: str, force_tokens: Path, variants: str, lengths: tuple[int, int, int], **options: Any) -> None:
@@ -336,7 +349,11 @@ def tune(
     ],
     model: Model = "demo",
     max_ppl_ratio: Annotated[
-        float, typer.Option("--max-ppl-ratio", help="Perplexity by that of exact that may not be exceeded; at least 1.")
+        float,
+        typer.Option(
+            "--max-ppl-ratio",
+            help="Perplexity by that of exact that may not be exceeded, with one standard error on top; at least 1.",
+        ),
     ] = 1.02,
     tokens: Annotated[int, typer.Option("--tokens", min=1, help="Tokens to score, over all documents.")] = 2048,
     steps: Annotated[int, typer.Option("--steps", min=1, help="Timed steps of a run.")] = 64,
@@ -349,7 +366,7 @@ def tune(
     context: Context = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be tried, and end.")] = False,
 ) -> None:
-    """Find the fastest ladder, pool shares and prefetch within a quality budget; chat and generate then use them."""
+    """Find the fastest ladder, pool shares and prefetch within a quality budget; chat and generate then use them. Resumes."""
     from runtime.devices import compute_device
     from runtime.eval_rows import read_model
     from runtime.measurement import document
@@ -376,7 +393,8 @@ def tune(
     if dry_run:
         typer.echo("\n".join(plan.lines(max_ppl_ratio, settings, opened.directory)))
         return
-    trials = tune_model(opened, plan, settings, max_ppl_ratio, lambda line: typer.echo(line, err=True))
+    with _told(RESUMES):
+        trials = tune_model(opened, plan, settings, max_ppl_ratio, lambda line: typer.echo(line, err=True))
     found = results(trials, max_ppl_ratio)
     typer.echo("\n".join(table(found)))
     measurement = document("ladders, pool shares and prefetch", "runtime.cli", found, opened.directory)
@@ -407,8 +425,19 @@ def evaluate(
         ),
     ] = [],  # noqa: B006 - typer copies it
     sweep: Annotated[bool, typer.Option("--sweep", help="All ladders, with every 2-bit code that is there.")] = False,
+    speed_prompt: Annotated[
+        str | None,
+        typer.Option(
+            "--speed-prompt",
+            help="With --sweep: time three answers to this prompt of the set (article is the slowest one that ships) under"
+            " each ladder, on real pools within --vram and --ram.",
+        ),
+    ] = None,
+    prompts: Annotated[
+        Path | None, typer.Option("--prompts", help="With --speed-prompt: a .json set; default: the one that ships.")
+    ] = None,
     speeds: Annotated[
-        Path | None, typer.Option("--speeds", help="With --sweep: measured tokens per second by ladder, JSON.")
+        Path | None, typer.Option("--speeds", help="With --sweep: tokens per second measured before, by ladder, JSON.")
     ] = None,
     vectors: Annotated[
         Path | None, typer.Option("--vectors", help="Compare with published continuations and log-probabilities, JSON.")
@@ -427,16 +456,17 @@ def evaluate(
     seed: Annotated[int, typer.Option("--seed", min=0, help="Of random residency.")] = 0,
 ) -> None:
     """Measure what a ladder costs against the exact model on held-out text. Prints a table, then one JSON document as the last line."""
+    _check_out(out, [*text, *(path for path in (vectors, speeds, prompts) if path is not None)])
     if vectors is not None:
-        if text or sweep or residency or len(ladder) > 1:
-            raise typer.BadParameter("--vectors takes one --ladder at most, and no --text, --residency or --sweep")
-        pools = {"code": code, "slots": slots, "vram": vram, "ram": ram}
-        spelled = ladder[0] if ladder else "exact"
-        session = _open(
-            model, device=device, dtype=dtype, ladder=spelled, renormalise=renormalise, context=context, **pools
-        )
-        _print_vectors(session, vectors, out)
+        others: dict[str, object] = {"--text": text or None, "--residency": residency or None, "--sweep": sweep or None}
+        others |= {"--tokens": tokens, "--document-tokens": document_tokens, "--speeds": speeds, "--prompts": prompts}
+        _refuse_options("--vectors", others | {"--speed-prompt": speed_prompt, "--seed": seed or None})
+        pools = {"code": code, "slots": slots, "vram": vram, "ram": ram, "context": context}
+        of_model = {"device": device, "dtype": dtype, "renormalise": renormalise}
+        _print_vectors(model, vectors, out, ladder, of_model | pools)
         return
+    of_sweep: dict[str, object] = {"--speeds": speeds, "--speed-prompt": speed_prompt, "--prompts": prompts}
+    _check_sweep_options(sweep, of_sweep)
     if not text or not (ladder or sweep):
         raise typer.BadParameter("expected --text FILE with --ladder or --sweep, or --vectors FILE")
     if sweep and (ladder or residency or code or not renormalise):
@@ -445,11 +475,14 @@ def evaluate(
     from runtime.eval_rows import Row, read_model, sweep_rows
     from runtime.measurement import document
     from runtime.sweep import EvalSettings, run
-    from runtime.sweep_report import PICTURE, draw, read_speeds, table
+    from runtime.sweep_report import PICTURE, draw, read_speeds, table, with_speeds
+    from runtime.sweep_speed import measure_speeds
 
-    opened, known = read_model(model), {} if speeds is None else read_speeds(speeds)
+    opened, warn = read_model(model), partial(typer.echo, err=True)
     pairs = [(one, form) for one in ladder for form in residency or ["none"]]
     rows = sweep_rows(opened) if sweep else [Row(code or opened.code, one, renormalise, form) for one, form in pairs]
+    known = {} if speeds is None else read_speeds(speeds, rows)
+    timing = None if speed_prompt is None else _speed_settings(opened, speed_prompt, prompts)
     settings = EvalSettings(
         texts=tuple(text),
         tokens=tokens,
@@ -463,32 +496,96 @@ def evaluate(
         ram=ram,
         out=out,
     )
-    results = run(opened, settings, rows, lambda line: typer.echo(line, err=True))
+    answers: dict[str, Any] = {}
+    with _told(RESUMES if out else "interrupted; with --out what is finished would be kept"):
+        results = run(opened, settings, rows, warn)
+        if timing is not None:
+            known, answers = measure_speeds(opened, settings, rows, timing, warn)
     typer.echo("\n".join(table(results, known)))
     if sweep and out is not None:
         typer.echo(draw(results, known, out.with_name(PICTURE)))
-    measurement = document("ladders against the exact model", "runtime.cli", results, opened.directory)
-    _print_measurement(measurement, out)
+    found = with_speeds(results, known) if known else results
+    measurement = document("ladders against the exact model", "runtime.cli", found, opened.directory)
+    _print_measurement(measurement | ({"answers": answers} if answers else {}), out)
 
 
-def _print_vectors(session: Session, vectors: Path, out: Path | None) -> None:
+def _check_sweep_options(sweep: bool, given: dict[str, object]) -> None:
+    """Raises BadParameter if options about speed are given without a sweep, or do not go together."""
+    if not sweep:
+        _refuse_options("rows without --sweep", given)
+    if given["--prompts"] is not None and given["--speed-prompt"] is None:
+        raise typer.BadParameter("--prompts needs --speed-prompt")
+    if given["--speeds"] is not None and given["--speed-prompt"] is not None:
+        raise typer.BadParameter("give --speeds or --speed-prompt, not both")
+
+
+def _speed_settings(opened: Measured, name: str, prompts: Path | None) -> SpeedSettings:
+    from runtime.answering import Sampling
+    from runtime.bench_prompts import SHIPPED, read_prompts
+    from runtime.sampler import SamplingDefaults
+    from runtime.sweep_speed import SpeedSettings, choose_prompt
+
+    prompt = choose_prompt(read_prompts(prompts or SHIPPED), name)
+    defaults = SamplingDefaults.from_directory(opened.directory)
+    sampling = Sampling(prompt.tokens, defaults.temperature, defaults.top_p, seed=0)
+    return SpeedSettings(prompt, sampling, _chat_options(opened.config, think=False, effort=None))
+
+
+def _print_vectors(model: str, path: Path, out: Path | None, ladders: list[str], options: dict[str, Any]) -> None:
+    if len(ladders) > 1:
+        raise typer.BadParameter("--vectors takes one --ladder at most")
     from runtime.measurement import document
-    from runtime.vectors import compare, lines, read_vectors
+    from runtime.vectors import compare, lines, read_vectors, reader_of
 
-    found = [compare(session, vector) for vector in read_vectors(vectors, session)]
+    vectors = read_vectors(path, reader_of(model, options["context"]))  # before a model that takes minutes to open
+    session = _open(model, ladder=ladders[0] if ladders else "exact", **options)
+    with _told("interrupted"):
+        found = [compare(session, vector) for vector in vectors]
     typer.echo("\n".join(lines(found)))
     _print_measurement(document("published vectors", "runtime.cli", found, session.directory), out)
 
 
-def _print_measurement(measurement: dict[str, Any], out: Path | None) -> None:
-    """The document as the last line, and in a file if one is named."""
+def _check_out(out: Path | None, sources: list[Path]) -> None:
+    """Raises BadParameter if `--out` is no name of a file, or what is written there or beside it would be one of the sources."""
+    if out is None:
+        return
+    if not out.name or out.name == ".." or out.is_dir():
+        raise typer.BadParameter(f"--out {out}: a directory, expected a file to write")
+    from runtime.sweep import STATE
+    from runtime.sweep_report import PICTURE
+    from runtime.sweep_speed import STATE as SPEED_STATE
+
+    written = [out, out.with_name(PICTURE), out.with_suffix(STATE), out.with_suffix(SPEED_STATE)]
+    for path in written:
+        if path.resolve() in [source.resolve() for source in sources]:
+            raise typer.BadParameter(f"--out {out}: it would overwrite {path}, which is read; name another one")
+
+
+@contextmanager
+def _told(line: str) -> Iterator[None]:
+    """Within: Ctrl-C ends the program with this line."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise StrawError(line) from None
+
+
+def _save(measurement: dict[str, Any], path: Path) -> None:
     from runtime.files import atomic_file
 
-    whole = measurement | {"command": shlex.join(["runtime", *sys.argv[1:]])}
+    with atomic_file(path) as file:
+        file.write(json.dumps(_with_command(measurement), indent=1).encode() + b"\n")
+
+
+def _print_measurement(measurement: dict[str, Any], out: Path | None) -> None:
+    """The document as the last line, and in a file if one is named."""
     if out is not None:
-        with atomic_file(out) as file:
-            file.write(json.dumps(whole, indent=1).encode() + b"\n")
-    typer.echo(json.dumps(whole))
+        _save(measurement, out)
+    typer.echo(json.dumps(_with_command(measurement)))
+
+
+def _with_command(measurement: dict[str, Any]) -> dict[str, Any]:
+    return measurement | {"command": shlex.join(["runtime", *sys.argv[1:]])}
 
 
 def _prompt_text(prompt: str | None, prompt_file: Path | None) -> str | None:
@@ -511,22 +608,38 @@ def _open(model: str, *, device: str | None, **options: Any) -> Session:
     from runtime.devices import compute_device
     from runtime.opening import open_model
 
-    device = compute_device(device)
+    device, taken = compute_device(device), _taken_line(model, **options)
     session = open_model(model, device=device, warn=lambda line: typer.echo(line, err=True), **options)
     typer.echo(f"{model} on {device}, {session.context:,} tokens of context, {session.experts_line}", err=True)
-    _print_taken(session, **options)
+    if taken is not None:
+        typer.echo(taken, err=True)
     return session
 
 
-def _print_taken(
-    session: Session, ladder: str, prefetch: str = "off", slots: str | None = None, **_others: object
-) -> None:
-    """A line about what came from the model directory's runtime.toml, if anything did."""
-    from runtime.store.tuned import read_tuned, taken_line
+def _taken_line(
+    model: str,
+    *,
+    ladder: str,
+    prefetch: str = "off",
+    slots: str | None = None,
+    code: str | None = None,
+    vram: str | None = None,
+    ram: str | None = None,
+    **_others: object,
+) -> str | None:
+    """What comes from the model directory's runtime.toml, if anything does; StrawError if it was measured on something else."""
+    from runtime.demo import DEMO_NAME, prepared_demo
+    from runtime.ladder import EXACT
+    from runtime.store.tuned import AUTO, TUNED, check_measured_on, read_tuned, taken_line
 
-    line = taken_line(read_tuned(session.directory), ladder=ladder, prefetch=prefetch, has_slots=slots is not None)
-    if line is not None:
-        typer.echo(line, err=True)
+    directory = prepared_demo() if model == DEMO_NAME else Path(model)
+    has_no_shares = slots is not None or ladder == EXACT
+    if not directory.is_dir() or (has_no_shares and AUTO not in (ladder, prefetch)):
+        return None
+    tuned = read_tuned(directory)
+    if code is not None:
+        check_measured_on(directory / TUNED, tuned.measured, code=code)
+    return taken_line(tuned, ladder=ladder, prefetch=prefetch, has_slots=has_no_shares, vram=vram, ram=ram)
 
 
 def _sampling(
@@ -551,12 +664,12 @@ def _sampling(
     return sampling
 
 
-def _chat_options(session: Session, think: bool, effort: str | None) -> ChatOptions:
+def _chat_options(config: ModelConfig, think: bool, effort: str | None) -> ChatOptions:
     from runtime.chat_template import ChatOptions, release_of
 
     if effort is not None and not think:
         raise typer.BadParameter("--effort needs --think")
-    drafts = len(session.config.compress_ratios) - session.config.num_hidden_layers
+    drafts = len(config.compress_ratios) - config.num_hidden_layers
     try:
         return ChatOptions(thinking=think, effort=effort, release=release_of(drafts))
     except ValueError as error:

@@ -112,7 +112,7 @@ def sweep_rows(model: Model) -> list[Row]:
     num_picks = model.config.num_experts_per_tok
     rows = []
     for code in model.codes:
-        for text in dict.fromkeys(_for_picks(text, num_picks) for text in LADDERS + MASS_LADDERS):
+        for text in dict.fromkeys(for_picks(text, num_picks) for text in LADDERS + MASS_LADDERS):
             ladder = parse_ladder(text, num_picks)
             for residency in ("none", f"replay:{','.join(map(str, scaled_slots(model.config, ladder)))}"):
                 rows += [
@@ -121,7 +121,7 @@ def sweep_rows(model: Model) -> list[Row]:
     return rows
 
 
-def _for_picks(text: str, num_picks: int) -> str:
+def for_picks(text: str, num_picks: int) -> str:
     """A ladder for K = 6 with both numbers at most K."""
     if text == EXACT or not text[0].isdigit():
         return text

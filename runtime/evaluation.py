@@ -8,8 +8,8 @@ Owns what is read, what a pass over it leaves, and the figures made of that; whi
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from runtime.documents import read_documents, token_sequences
+from runtime.documents import SourceText, read_documents, token_sequences
 from runtime.engine import Session
 from runtime.errors import StrawError
 from runtime.ruled_store import WARM, ResidencyForm, RuledStore, traffic
@@ -80,7 +80,7 @@ def read_held_out(
         raise StrawError(f"context is {context}, expected at least 2, BOS and a token to predict; correct --context")
     sequences: list[HeldOut] = []
     left = _limit(tokens)
-    for document in read_documents(paths):
+    for document in _named_documents(list(paths)):
         room = min(left, _limit(document_tokens))
         for ids in token_sequences(tokenizer, document.text, context):
             if room > 0:
@@ -90,6 +90,15 @@ def read_held_out(
         if left <= 0:
             break
     return sequences
+
+
+def _named_documents(paths: Sequence[Path]) -> Iterator[SourceText]:
+    """As of `read_documents`; where two files are called alike their names have the directory too, so that they stay two."""
+    uses = Counter(path.name for path in paths)
+    for path in paths:
+        for document in read_documents([path]):
+            name = document.name if uses[path.name] == 1 else str(path.parent / document.name)
+            yield replace(document, name=name)
 
 
 def _limit(tokens: int | None) -> int:

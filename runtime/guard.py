@@ -1,7 +1,10 @@
 """Watches an answer while it is written; on junk goes back to before it began, exact for a while, then eases down the ladder again.
 
 Owns the marks, the tries and the ladder of the moment. What junk is, is `junk`'s; the state that it goes back to is the session's.
-At exact a loop is the model's own: it is reported and stays.
+At exact a loop is the model's own: it is reported and stays, also where exact runs only since a rollback.
+
+A mark keeps the logits that the ladder of its moment made, so the token after it is that ladder's: the way back leads to a mark
+strictly before the junk, and where there is none at all, since the answer begins with it, to the prompt, read anew at exact.
 """
 
 from __future__ import annotations
@@ -73,6 +76,7 @@ class Guard:
         self.counts, self.findings = GuardCounts(), list[Finding]()
         self._session, self._rules, self._max_tries = session, rules, max_tries
         self._base = session.ladder
+        self._went_back_to: int | None = None  # tokens of the answer that the last rollback kept
         self._steps = deque(ease_down(self._base, session.config.num_experts_per_tok))
 
     def answer(self, prompt_ids: Sequence[int], max_new_tokens: int, sampler: Sampler) -> Iterator[Event]:
@@ -96,7 +100,14 @@ class Guard:
                     if isinstance(event, Reported) and event.ends:
                         return
                     if isinstance(event, Withdrawn):
-                        logits = self._go_back(marks, answer_ids, detector)
+                        del answer_ids[event.num_kept :]
+                        detector.truncate(event.num_kept)
+                        self._go_back(event)
+                        if event.num_kept or finding.began:
+                            self._session.rewind(marks[-1].state)
+                        else:
+                            self._read_again(marks, prompt_ids)
+                        logits = marks[-1].logits
                         continue
                 if is_end:
                     return
@@ -111,7 +122,7 @@ class Guard:
         self.findings.append(finding)
         self.counts.findings += 1
         num_picks = self._session.config.num_experts_per_tok
-        if self._session.ladder.is_exact(num_picks) and self._base.is_exact(num_picks):
+        if self._is_models_own(finding.began, num_tokens):
             return Reported(f"{finding.message}; every expert is at FP4, so this is the model's own", ends=False)
         if self.counts.rollbacks == self._max_tries:
             return Reported(f"{finding.message}; stopped after {self._max_tries} rollbacks", ends=True)
@@ -121,21 +132,35 @@ class Guard:
                 ends=True,
             )
         note = f"{finding.message}; going on exactly from before it"
-        while len(marks) > 1 and marks[-1].num_tokens > finding.began:
+        while len(marks) > 1 and marks[-1].num_tokens >= finding.began:
             marks.pop()
-        if marks[-1].num_tokens > finding.began:
+        if marks[-1].num_tokens >= max(finding.began, 1):
             note = f"{finding.message}; it began before the oldest state that is kept, going on exactly from there"
         return Withdrawn(marks[-1].num_tokens, num_tokens - marks[-1].num_tokens, note)
 
-    def _go_back(self, marks: deque[_Mark], answer_ids: list[int], detector: JunkDetector) -> Tensor:
-        mark = marks[-1]
+    def _is_models_own(self, began: int, num_tokens: int) -> bool:
+        """Whether exact wrote the junk: it always runs, or it wrote at least half of it after the last rollback."""
+        if self._base.is_exact(self._session.config.num_experts_per_tok):
+            return True
+        if self._went_back_to is None:
+            return False
+        exactly = min(num_tokens, self._went_back_to + EXACT_TOKENS) - max(began, self._went_back_to)
+        return 2 * exactly >= num_tokens - began
+
+    def _go_back(self, event: Withdrawn) -> None:
+        """Counts it; the ladder comes down anew."""
         self.counts.rollbacks += 1
-        self.counts.withdrawn_tokens += len(answer_ids) - mark.num_tokens
-        self._session.rewind(mark.state)
-        detector.truncate(mark.num_tokens)
-        del answer_ids[mark.num_tokens :]
+        self.counts.withdrawn_tokens += event.num_tokens
+        self._went_back_to = event.num_kept
         self._steps = deque(ease_down(self._base, self._session.config.num_experts_per_tok))
-        return mark.logits
+
+    def _read_again(self, marks: deque[_Mark], prompt_ids: Sequence[int]) -> None:
+        """The prompt at exact, whose logits choose the first token; `marks` begins anew."""
+        self._session.reset()
+        self._session.ladder = Ladder.exact(self._session.config.num_experts_per_tok)
+        logits = self._session.prefill(prompt_ids)
+        marks.clear()
+        marks.append(_Mark(0, self._session.mark(), logits))
 
     def _step(self, token_id: int) -> Tensor:
         """The next logits at the ladder that is due."""

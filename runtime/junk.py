@@ -1,6 +1,6 @@
-"""Whether generated text has turned to junk: misplaced tokens, loops, a few phrases over and over. Token ids only.
+"""Whether generated text has turned to junk: misplaced tokens, loops, a few phrases over and over. Token ids and their bytes only.
 
-Owns the rules and the detector. Does not roll back, knows no text and no model: what to do about a finding is the guard's.
+Owns the rules and the detector. Does not roll back, knows no tokenizer and no model: what to do about a finding is the guard's.
 
 A table, a list or a block of code is nearly periodic too. Three things tell a loop from it: how many tokens it lasts, how much
 is new in each copy (a token that departs once is a variation; one that departs in every copy is a column), and whether the
@@ -46,13 +46,16 @@ class JunkRules:
 
     misplaced_ids: frozenset[int] = frozenset()  # special tokens with no business inside an answer
     patterns: tuple[tuple[int, ...], ...] = ()  # sequences of ids that the user adds
+    texts: tuple[bytes, ...] = ()  # in UTF-8, wherever they appear, however they are cut into tokens
+    token_bytes: tuple[bytes, ...] = ()  # of each id as the reader sees it; where there are `texts`
     filler_ids: frozenset[int] = frozenset()  # blanks and the stuff of rulers; see `token_classes`
     newline_ids: frozenset[int] = frozenset()
     max_period: int = 128
-    loop_tokens: int = 60  # a loop of period p lasts p + this after its first copy,
+    exact_tokens: int = 64  # a loop in which nothing is new lasts so long after its second copy; one with variations
+    loop_tokens: int = 60  # and period p lasts p + this after its first copy,
     loop_periods: float = 2.4  # and so many periods
     novel_share: float = 1 / 12  # of its tokens differ from the copies before
-    row_factor: float = 2.0  # copies that contain a newline last so many times longer,
+    row_factor: float = 2.0  # copies that contain a newline and vary last so many times longer,
     row_novel_share: float = 0.03  # with less that is new in them,
     row_columns: float = 0.3  # and so many tokens per copy that differ each time (elsewhere one)
     long_rows_tokens: int = 1024  # or as long as this, with as much that is new as elsewhere
@@ -66,9 +69,9 @@ class JunkRules:
         Raises:
             StrawError: A pattern is empty, or a length is below 1.
         """
-        if not all(self.patterns):
-            raise StrawError("junk patterns: got an empty one, expected one or more token ids in each; remove it")
-        for name in ("max_period", "loop_tokens", "long_rows_tokens", "filler_run", "trigram_window"):
+        if not all(self.patterns) or not all(self.texts):
+            raise StrawError("junk: got an empty text or sequence, expected some; remove it (--junk)")
+        for name in ("max_period", "exact_tokens", "loop_tokens", "long_rows_tokens", "filler_run", "trigram_window"):
             if getattr(self, name) < 1:
                 raise StrawError(f"junk rules: {name} is {getattr(self, name)}, expected 1 or more; raise it")
 
@@ -152,7 +155,35 @@ class JunkDetector:
             if token_id == pattern[-1] and tuple(self._token_ids[-len(pattern) :]) == pattern:
                 began = position - len(pattern) + 1
                 return Finding(Kind.PATTERN, f"the unwanted sequence {list(pattern)} at token {began}", began)
+        return self._text(position) if self._rules.texts else None
+
+    def _text(self, position: int) -> Finding | None:
+        """An unwanted text that ends within this token; UTF-8 has no character that begins inside another one."""
+        first, pieces, longest = position, [self._bytes_at(position)], max(map(len, self._rules.texts))
+        num_bytes = len(pieces[0])
+        while first and num_bytes < longest + len(pieces[0]) - 1:
+            first -= 1
+            pieces.append(self._bytes_at(first))
+            num_bytes += len(pieces[-1])
+        tail = b"".join(reversed(pieces))
+        for text in self._rules.texts:
+            at = tail.find(text, max(0, num_bytes - len(pieces[0]) - len(text) + 1))
+            if at >= 0:
+                began = self._token_at(first, at)
+                words = text.decode(errors="replace")
+                return Finding(Kind.PATTERN, f"the unwanted text {words!r} at token {began}", began)
         return None
+
+    def _token_at(self, first: int, at: int) -> int:
+        """The token that holds byte `at`, counted from the token `first` on."""
+        while at >= len(self._bytes_at(first)):
+            at -= len(self._bytes_at(first))
+            first += 1
+        return first
+
+    def _bytes_at(self, position: int) -> bytes:
+        token_id = self._token_ids[position]
+        return self._rules.token_bytes[token_id] if token_id < len(self._rules.token_bytes) else b""
 
     def _repetition(self, position: int, token_id: int) -> Finding | None:
         ids = self._token_ids

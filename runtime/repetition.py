@@ -76,7 +76,9 @@ class Loops:
 
     def __init__(self, rules: JunkRules) -> None:
         lags = np.arange(1, rules.max_period + 1)
-        self._prose, self._rows, self._long = zip(*(_limits(rules, lag) for lag in lags.tolist()), strict=True)
+        self._exact, self._prose, self._rows, self._long = zip(
+            *(_limits(rules, lag) for lag in lags.tolist()), strict=True
+        )
         self._newline_ids = rules.newline_ids
         period = self._period = rules.max_period
         self._history = np.full(4 * period, NOTHING, np.int64)  # the last 2 to 4 periods, newest at _end - 1
@@ -123,7 +125,7 @@ class Loops:
         for at in np.flatnonzero(recent <= RECENT_NOVEL).tolist():
             # A copy of p tokens contains a newline if the last one is less than p back.
             is_row = at + 1 > self._index - self._newline
-            for limits in (self._rows, self._long) if is_row else (self._prose,):
+            for limits in (self._exact, self._rows, self._long) if is_row else (self._exact, self._prose):
                 loop = self._within(limits[at], at)
                 if loop:
                     return loop
@@ -140,11 +142,12 @@ class Loops:
         return Loop(at + 1, limit.span, novel) if novel <= limit.novel and column <= limit.column else None
 
 
-def _limits(rules: JunkRules, lag: int) -> tuple[_Limit, _Limit, _Limit]:
-    """For prose, for rows, and for rows that go on for long."""
+def _limits(rules: JunkRules, lag: int) -> tuple[_Limit, _Limit, _Limit, _Limit]:
+    """For copies that are all alike, for prose, for rows, and for rows that go on for long."""
     span = round(max(lag + rules.loop_tokens, rules.loop_periods * lag))
     rows = round(span * rules.row_factor)
     return (
+        _Limit(lag + rules.exact_tokens, 0, 0),
         _limit(span, lag, rules.novel_share, 1.0),
         _limit(rows, lag, rules.row_novel_share, rules.row_columns),
         _limit(max(rows, rules.long_rows_tokens), lag, rules.novel_share, 1.0),

@@ -52,7 +52,7 @@ def parse_residency(text: str) -> ResidencyForm:
     if text in SHARES:
         return ResidencyForm(text, share=SHARES[text])
     if text.startswith(REPLAY):
-        return ResidencyForm(text, slots=parse_slots(text.removeprefix(REPLAY)))
+        return ResidencyForm(text, slots=_replay_slots(text))
     try:
         share = float(text.removeprefix(RANDOM)) if text.startswith(RANDOM) else -1.0
     except ValueError:
@@ -62,6 +62,15 @@ def parse_residency(text: str) -> ResidencyForm:
             f"--residency {text}: expected none, all, random:SHARE with a share of 0 to 1, replay:F,R,f,r, cold or warm, e.g. --residency replay:1050,1250,100,500"
         )
     return ResidencyForm(text, share=share)
+
+
+def _replay_slots(text: str) -> Slots | None:
+    try:
+        return parse_slots(text.removeprefix(REPLAY))
+    except StrawError:
+        raise StrawError(
+            f"--residency {text[:60]}: expected four counts F,R,f,r (FP4 in VRAM, in RAM, 2-bit only in VRAM, in RAM), e.g. --residency replay:1050,1250,100,500"
+        ) from None
 
 
 def check_replay(slots: Slots, ladder: AnyLadder, num_picks: int, num_layers: int, is_split: bool) -> None:

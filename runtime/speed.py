@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from tokenizers import Tokenizer
 
 from runtime.junk import Finding, JunkRules, token_classes
-from runtime.tokenizer import encode
+from runtime.tokenizer import token_bytes
 
 THINKING = ("<think>", "</think>")
 
@@ -25,10 +25,10 @@ def invalid_reason(
     return None
 
 
-def answer_rules(tokenizer: Tokenizer, eos_token_id: int, thinking: bool, patterns: Sequence[str] = ()) -> JunkRules:
+def answer_rules(tokenizer: Tokenizer, eos_token_id: int, thinking: bool, texts: Sequence[str] = ()) -> JunkRules:
     """The junk rules of an answer: every added token but EOS, and the marks of thinking where that is on, is misplaced.
 
-    `patterns` are texts that the user does not want to see; each counts as the ids that the tokenizer makes of it.
+    `texts` are what the user does not want to see; each counts wherever the reader would see it, within a word too.
     """
     allowed = THINKING if thinking else ()
     added = tokenizer.get_added_tokens_decoder()  # the release marks few of its turn and tool marks as special
@@ -36,7 +36,14 @@ def answer_rules(tokenizer: Tokenizer, eos_token_id: int, thinking: bool, patter
     classes = token_classes(tokenizer)
     return JunkRules(
         misplaced_ids=frozenset(misplaced),
-        patterns=tuple(tuple(encode(tokenizer, pattern)) for pattern in patterns),
+        texts=tuple(text.encode(errors="surrogateescape") for text in texts),
+        token_bytes=_seen_bytes(tokenizer) if texts else (),
         filler_ids=classes.filler_ids,
         newline_ids=classes.newline_ids,
     )
+
+
+def _seen_bytes(tokenizer: Tokenizer) -> tuple[bytes, ...]:
+    """Of each id; nothing of those that the detokenizer leaves out."""
+    special = {token_id for token_id, token in tokenizer.get_added_tokens_decoder().items() if token.special}
+    return tuple(b"" if token_id in special else own for token_id, own in enumerate(token_bytes(tokenizer)))

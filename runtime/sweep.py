@@ -18,15 +18,18 @@ from tqdm import tqdm
 
 from runtime.documents import digests
 from runtime.engine import Session
-from runtime.errors import ArtifactError, StrawError
+from runtime.errors import StrawError
 from runtime.eval_rows import BOTH_PRECISIONS, V4_FLASH_LAYERS, Model, Row, v4_flash_bytes
 from runtime.eval_state import EvalState
 from runtime.evaluation import Scores, figures, forward_all, forward_under, per_token, read_held_out, score
 from runtime.ladder import EXACT, Rung
 from runtime.opening import DEFAULT_CONTEXT, open_model
 from runtime.ruled_store import READ, RuledStore, new_rule
+from runtime.store.pools import Shares
 from runtime.store.store import TieredStore
-from runtime.tokenizer import TOKENIZER_FILE, load_tokenizer
+from runtime.tokenizer import require_tokenizer_in
+
+STATE = ".state.json"  # in the place of the result's suffix
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +55,7 @@ class EvalSettings:
     @property
     def state_path(self) -> Path | None:
         """Where what is finished lies."""
-        return None if self.out is None else self.out.with_suffix(".state.json")
+        return None if self.out is None else self.out.with_suffix(STATE)
 
 
 def run(model: Model, settings: EvalSettings, rows: Sequence[Row], warn: Callable[[str], None]) -> list[dict[str, Any]]:
@@ -85,12 +88,9 @@ class Evaluation:
             raise StrawError(
                 "--slots: no row uses the real pools, expected --residency cold or warm with it; pools that are played along are spelled --residency replay:F,R,f,r"
             )
-        tokenizer = load_tokenizer(model.directory)
-        if tokenizer is None:
-            raise ArtifactError(
-                f"{model.directory / TOKENIZER_FILE}: file is missing, expected the model's tokenizer to read text with; copy it there"
-            )
-        self._context = settings.context or min(DEFAULT_CONTEXT, model.config.max_position_embeddings)
+        tokenizer = require_tokenizer_in(model.directory)
+        own_context = min(DEFAULT_CONTEXT, model.config.max_position_embeddings)
+        self._context = own_context if settings.context is None else settings.context
         limits = {"tokens": settings.tokens, "document_tokens": settings.document_tokens}
         self._held_out = read_held_out(tokenizer, settings.texts, context=self._context, **limits)
         self._state = EvalState(settings.state_path, self._identity())
@@ -159,7 +159,9 @@ class Evaluation:
         options: dict[str, Any] = {"code": row.code, "vram": settings.vram, "ram": settings.ram}
         if not row.form.is_offline:
             options |= {"ladder": row.ladder, "renormalise": row.renormalise, "slots": settings.slots}
-            return self._open(row, **options)
+            session = self._open(row, shares=Shares(), **options)  # never `runtime.toml`'s, which may change
+            self._state.check_pools(row.name, session.experts_line)
+            return session
         session = self._open(("offline", row.code), ladder=BOTH_PRECISIONS if row.code else EXACT, **options)
         store = session._experts
         assert isinstance(store, TieredStore)
@@ -182,7 +184,7 @@ class Evaluation:
         self._session = None
 
     def _summary(self, row: Row, scores: Sequence[Scores]) -> dict[str, Any]:
-        """The row, its figures, and per token the picks by what served them, the slabs read and their bytes (None: not known)."""
+        """The row, its figures, its real pools in words, and per token the picks by what served them, the slabs read and their bytes (None: not known)."""
         counts = per_token(scores)
         uses = {rung.value: counts.get(rung.value, 0.0) for rung in Rung}
         has_pools = row.form.share is None
@@ -194,6 +196,7 @@ class Evaluation:
         return {
             **asdict(row),
             **figures(scores),
+            "pools": self._state.pools(row.name),
             "uses_per_token": uses,
             "reads_per_token": reads if has_pools else None,
             "nvme_bytes_per_token": own_bytes if has_pools else None,

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,8 @@ from runtime.files import replacing
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+
+    from runtime.eval_rows import Row
 
 PICTURE = "ladder.png"
 LINEAR_NATS = 0.02  # of the loss axis; logarithmic above
@@ -89,31 +92,57 @@ def _speed(speed: Speed | None) -> str:
     return f"{speed.tokens_per_second:9.2f}" if speed.invalid is None else f"  invalid: {speed.invalid}"
 
 
-def read_speeds(path: Path) -> dict[str, Speed]:
+def read_speeds(path: Path, rows: Sequence[Row]) -> dict[str, Speed]:
     """Measured speeds from a JSON object {ladder: {"tokens_per_second": number, "invalid": reason or null}}.
 
     A key is a ladder, which holds for every code, or a code and a ladder, as `quad2 2,4`; ` no-renormalise` behind it where
     that was so. `invalid` may be left out.
 
     Raises:
-        StrawError: The file cannot be read or is something else.
+        StrawError: The file cannot be read or is something else, or an entry is of none of the rows.
     """
     try:
         found = json.loads(path.read_bytes())
-        return {
-            str(name): Speed(float(speed["tokens_per_second"]), speed.get("invalid")) for name, speed in found.items()
-        }
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        speeds = {str(name): _read_speed(str(name), one) for name, one in found.items()}
+        known = {name for row in rows for name in speed_names(asdict(row))}
+        unknown = [name for name in speeds if name not in known]
+        if unknown:
+            raise ValueError(f"{unknown[0][:40]!r} is no ladder of this sweep")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         reason = error.strerror if isinstance(error, OSError) else " ".join(str(error).split())
         raise StrawError(
             f'{path}: cannot be read as speeds ({reason}), expected {{"2,4": {{"tokens_per_second": 7.75, "invalid": null}}}}; name another --speeds'
         ) from None
+    return speeds
+
+
+def _read_speed(name: str, found: Any) -> Speed:
+    if not isinstance(found, dict) or not found.keys() <= {"tokens_per_second", "invalid"}:
+        raise ValueError(f"{name[:40]!r} has something else than tokens_per_second and invalid")
+    value, invalid = found["tokens_per_second"], found.get("invalid")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise ValueError(f"{name[:40]!r} has {str(value)[:20]} tokens per second, not a number above 0")
+    if invalid is not None and not isinstance(invalid, str):
+        raise ValueError(f"{name[:40]!r} has {str(invalid)[:20]} as invalid, not a reason or null")
+    return Speed(float(value), invalid)
+
+
+def speed_names(row: Mapping[str, Any]) -> tuple[str, str]:
+    """What a row's speed is called: with its code, and for every code."""
+    ladder = row["ladder"] + ("" if row["renormalise"] else " no-renormalise")
+    return f"{row['code']} {ladder}", ladder
 
 
 def speed_of(row: Mapping[str, Any], speeds: Mapping[str, Speed]) -> Speed | None:
     """The speed that was measured for a row's code and ladder, or for its ladder; None if none was."""
-    ladder = row["ladder"] + ("" if row["renormalise"] else " no-renormalise")
-    return speeds.get(f"{row['code']} {ladder}") or speeds.get(ladder)
+    own, of_all = speed_names(row)
+    return speeds.get(own) or speeds.get(of_all)
+
+
+def with_speeds(results: Sequence[Mapping[str, Any]], speeds: Mapping[str, Speed]) -> list[dict[str, Any]]:
+    """The rows, each with its `speed` as {"tokens_per_second", "invalid"}, None where it has none."""
+    pairs = [(row, speed_of(row, speeds)) for row in results]
+    return [{**row, "speed": speed and asdict(speed)} for row, speed in pairs]
 
 
 def draw(results: Sequence[Mapping[str, Any]], speeds: Mapping[str, Speed], out: Path) -> str:

@@ -6,6 +6,7 @@ Owns loading that file and the incremental detokeniser. The prompt's grammar is 
 from __future__ import annotations
 
 import codecs
+from collections.abc import Mapping
 from pathlib import Path
 
 from tokenizers import Tokenizer, decoders
@@ -34,6 +35,29 @@ def load_tokenizer(directory: Path) -> Tokenizer | None:
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
+
+
+def require_tokenizer_in(directory: Path) -> Tokenizer:
+    """As `load_tokenizer`, but a missing file is an ArtifactError too."""
+    tokenizer = load_tokenizer(directory)
+    if tokenizer is None:
+        raise missing_tokenizer(directory)
+    return tokenizer
+
+
+def missing_tokenizer(directory: Path) -> ArtifactError:
+    """What to raise where text is to be read or written without one."""
+    return ArtifactError(
+        f"{directory / TOKENIZER_FILE}: file is missing, expected the model's tokenizer; copy it there"
+        " (the Python API works on token ids without it)"
+    )
+
+
+def token_bytes(tokenizer: Tokenizer) -> list[bytes]:
+    """The bytes that each id stands for, special tokens spelled out; empty for an id without a token."""
+    spelled = _byte_alphabet()
+    ids = range(max(tokenizer.get_vocab().values(), default=-1) + 1)
+    return [_bytes_of(token, spelled) if (token := tokenizer.id_to_token(token_id)) else b"" for token_id in ids]
 
 
 def encode(tokenizer: Tokenizer, text: str) -> list[int]:
@@ -66,16 +90,17 @@ class Detokenizer:
     def push(self, token_id: int) -> str:
         """The text that `token_id` completes; empty while a character is incomplete."""
         token = None if token_id in self._skipped_ids else self._tokenizer.id_to_token(token_id)
-        return "" if token is None else self._utf8.decode(self._token_bytes(token))
+        return "" if token is None else self._utf8.decode(_bytes_of(token, self._byte_of_char))
 
     def finish(self) -> str:
         """The rest of the text: U+FFFD for a character that the stream left incomplete, else empty."""
         return self._utf8.decode(b"", final=True)
 
-    def _token_bytes(self, token: str) -> bytes:
-        codes = [self._byte_of_char.get(char) for char in token]
-        # Added tokens are stored as plain text: a character outside the alphabet (｜, ▁) gives them away.
-        return token.encode() if None in codes else bytes(code for code in codes if code is not None)
+
+def _bytes_of(token: str, byte_of_char: Mapping[str, int]) -> bytes:
+    codes = [byte_of_char.get(char) for char in token]
+    # Added tokens are stored as plain text: a character outside the alphabet (｜, ▁) gives them away.
+    return token.encode() if None in codes else bytes(code for code in codes if code is not None)
 
 
 def _byte_alphabet() -> dict[str, int]:

@@ -1,7 +1,7 @@
 """`runtime tune`: the fastest ladder, pool shares and prefetch of this machine within a quality budget, for `runtime.toml`.
 
 Owns what is tried and what is chosen; how a trial is measured is `tune_trials`' business. The search is greedy, since every
-trial opens the model anew: the quality of each ladder, the speed of those within the budget, then other shares and at last
+trial opens the model anew: the quality of each ladder (its perplexity ratio and one standard error above it), the speed of those within the budget, then other shares and at last
 prefetch for the winner. Shares and prefetch are judged once more before they are chosen, since what is resident decides what a
 ladder reads.
 """
@@ -13,18 +13,18 @@ from contextlib import closing
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from tqdm import tqdm
 
-from runtime.config import ModelConfig
-from runtime.eval_rows import Model
+from runtime.eval_rows import Model, for_picks
 from runtime.ladder import EXACT, parse_ladder
 from runtime.manifest import PREDICTOR
 from runtime.predictors import HASH, LEARNED
 from runtime.store.pools import Shares
-from runtime.store.tuned import TUNED, Tuned, write_tuned
-from runtime.tune_trials import ModelMeasurer, Quality, Trial, TuneSettings
+from runtime.store.tuned import FREE, NO_CODE, TUNED, Tuned, write_tuned
+from runtime.tune_state import FinishedTrials, forget_trials
+from runtime.tune_trials import Measurer, ModelMeasurer, Quality, Trial, TuneSettings
 
 LADDERS = (EXACT, "4,6", "2,6", "4,4", "2,4", "1,4", "0,6", "mass:0.5,0.9")  # for K = 6
 OTHER_SHARES = (Shares(0.95, 1.0), Shares(0.8, 0.6), Shares(0.5, 0.5))
@@ -38,16 +38,6 @@ class Measured:
     trial: Trial
     quality: Quality | None = None
     ms_per_token: float | None = None
-
-
-class Measurer(Protocol):
-    """Runs trials."""
-
-    def quality(self, trial: Trial) -> Quality:
-        """Against exact on the same text."""
-
-    def ms_per_token(self, trial: Trial) -> float:
-        """Of forced steps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +72,7 @@ class Plan:
         )
         return [
             f"quality on at most {settings.tokens:,} tokens of text, as perplexity ratio to exact: {' '.join(self.ladders[1:]) or 'nothing, no 2-bit precision'}",
-            f"speed of exact and of all ladders up to a ratio of {max_ppl_ratio:g}: {runs} each",
+            f"speed of exact and of all ladders up to a ratio of {max_ppl_ratio:g}, one standard error included: {runs} each",
             f"the fastest one, if it reads both precisions, with FP4 shares of VRAM and RAM of {shares}",
             f"the fastest of these with prefetch: {' '.join(self.prefetches) or 'none to choose from'}",
             f"the result goes to {directory / TUNED}",
@@ -92,7 +82,9 @@ class Plan:
 def plan_for(model: Model) -> Plan:
     """What this model directory allows: ladders of its precisions, prefetch of what its layers and files can say."""
     config = model.config
-    ladders = dict.fromkeys(_for_picks(text, config) for text in LADDERS) if model.code else {EXACT: None}
+    ladders = (
+        dict.fromkeys(for_picks(text, config.num_experts_per_tok) for text in LADDERS) if model.code else {EXACT: None}
+    )
     has_predictor = (model.directory / PREDICTOR).exists()
     prefetches = [HASH] * (config.num_hash_layers > 0) + [LEARNED] * has_predictor
     return Plan(tuple(ladders), OTHER_SHARES if model.code else (), tuple(prefetches), config.num_experts_per_tok)
@@ -101,7 +93,7 @@ def plan_for(model: Model) -> Plan:
 def tune(
     model: Model, plan: Plan, settings: TuneSettings, max_ppl_ratio: float, warn: Callable[[str], None]
 ) -> list[Measured]:
-    """All trials, the chosen one last, progress on stderr; writes nothing.
+    """All trials, the chosen one last, progress on stderr; what is measured is kept in a file until `save`, for another try.
 
     Raises:
         StrawError: The text does not do, or the memory not for a trial.
@@ -112,8 +104,11 @@ def tune(
             bar.set_postfix_str(what, refresh=False)
             bar.update()
 
-        with closing(ModelMeasurer(model, settings, advance, warn)) as measurer:
-            return search(plan, measurer, max_ppl_ratio)
+        with (
+            closing(ModelMeasurer(model, settings, advance, warn)) as measurer,
+            closing(FinishedTrials(model, settings, measurer, advance)) as remembered,
+        ):
+            return search(plan, remembered, max_ppl_ratio)
 
 
 def search(plan: Plan, measurer: Measurer, max_ppl_ratio: float) -> list[Measured]:
@@ -143,17 +138,20 @@ def results(trials: Sequence[Measured], max_ppl_ratio: float) -> dict[str, Any]:
 
 def table(document: dict[str, Any]) -> list[str]:
     """`results` as lines for the user."""
-    lines = [f"{'ladder':14} {'FP4 shares':>11} {'prefetch':9} {'ppl ratio':>9} {'std error':>9} {'ms/token':>9}"]
+    lines = [
+        f"{'ladder':14} {'FP4 shares':>11} {'prefetch':9} {'ppl ratio':>9} {'std error':>9} {'sum':>7} {'ms/token':>9}"
+    ]
     for row in document["trials"]:
         ratio, error, ms = (
             _number(row[name], digits)
             for name, digits in (("ppl_ratio", 4), ("standard_error", 4), ("ms_per_token", 3))
         )
-        is_over = row["ppl_ratio"] is not None and not row["ppl_ratio"] <= document["max_ppl_ratio"]
+        at_most = None if row["ppl_ratio"] is None else row["ppl_ratio"] + row["standard_error"]
+        is_over = at_most is not None and not at_most <= document["max_ppl_ratio"]
         note = "chosen" if row["chosen"] else f"over {document['max_ppl_ratio']:g}" if is_over else ""
         shares = f"{row['fp4_vram']:g} {row['fp4_ram']:g}"
         lines.append(
-            f"{row['ladder']:14} {shares:>11} {row['prefetch']:9} {ratio:>9} {error:>9} {ms:>9}  {note}".rstrip()
+            f"{row['ladder']:14} {shares:>11} {row['prefetch']:9} {ratio:>9} {error:>9} {_number(at_most, 4):>7} {ms:>9}  {note}".rstrip()
         )
     return lines
 
@@ -168,11 +166,12 @@ def save(
         "text": ", ".join(path.name for path in settings.texts),
         "tokens": max(one.quality.tokens for one in trials if one.quality),
         "steps": settings.steps,
-        "code": model.code,
+        "fingerprint": model.identity["fingerprint"],
+        "code": model.code or NO_CODE,
         "device": settings.device,
         "machine": machine["card"] if settings.device != "cpu" else machine["cpu"],
-        "vram": settings.vram,
-        "ram": settings.ram,
+        "vram": settings.vram or FREE,
+        "ram": settings.ram or FREE,
         "max_ppl_ratio": max_ppl_ratio,
         "ppl_ratio": chosen.quality and chosen.quality.ppl_ratio,
         "standard_error": chosen.quality and chosen.quality.standard_error,
@@ -181,7 +180,9 @@ def save(
     }
     known = {name: value for name, value in measured.items() if value is not None}
     trial = chosen.trial
-    return write_tuned(model.directory, Tuned(trial.shares, trial.ladder, trial.prefetch, known))
+    path = write_tuned(model.directory, Tuned(trial.shares, trial.ladder, trial.prefetch, known))
+    forget_trials(model)
+    return path
 
 
 def _quality(measurer: Measurer, trial: Trial) -> Quality:
@@ -189,7 +190,7 @@ def _quality(measurer: Measurer, trial: Trial) -> Quality:
 
 
 def _is_within(one: Measured, max_ppl_ratio: float) -> bool:
-    return one.quality is not None and one.quality.ppl_ratio <= max_ppl_ratio
+    return one.quality is not None and one.quality.at_most <= max_ppl_ratio
 
 
 def _fastest(timed: Sequence[Measured]) -> Measured:
@@ -217,14 +218,6 @@ def _improved(
 def _ms(one: Measured) -> float:
     assert one.ms_per_token is not None
     return one.ms_per_token
-
-
-def _for_picks(text: str, config: ModelConfig) -> str:
-    """A ladder for K = 6 with both numbers at most this model's K."""
-    if not text[0].isdigit():
-        return text
-    a, b = (min(int(number), config.num_experts_per_tok) for number in text.split(","))
-    return EXACT if a == config.num_experts_per_tok else f"{a},{b}"
 
 
 def _row(one: Measured) -> dict[str, Any]:

@@ -17,12 +17,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
 from runtime.engine import Session
-from runtime.errors import ArtifactError, StrawError
+from runtime.errors import StrawError
 from runtime.eval_rows import Model
 from runtime.evaluation import figures, forward_all, forward_under, read_held_out, score
 from runtime.ladder import EXACT
@@ -31,18 +31,23 @@ from runtime.predictors import OFF
 from runtime.ruled_store import COLD, ResidencyForm
 from runtime.store.pools import Shares
 from runtime.store.store import TieredStore
-from runtime.tokenizer import TOKENIZER_FILE, load_tokenizer
+from runtime.tokenizer import require_tokenizer_in
 
 DEFAULT_SHARES = Shares()
 NUM_DOCUMENTS = 4  # to score, at least, where the text has so many: a standard error needs several
 
 
 class Quality(NamedTuple):
-    """Perplexity by that of exact, and its standard error over documents; None where there is only one."""
+    """Perplexity by that of exact, and its standard error over documents, or over pieces of the only one."""
 
     ppl_ratio: float
-    standard_error: float | None
+    standard_error: float
     tokens: int  # scored
+
+    @property
+    def at_most(self) -> float:
+        """What a budget must allow: one standard error more, since few tokens are scored."""
+        return self.ppl_ratio + self.standard_error
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +80,16 @@ class TuneSettings:
         return self.prompt_tokens + self.steps
 
 
+class Measurer(Protocol):
+    """Runs trials."""
+
+    def quality(self, trial: Trial) -> Quality:
+        """Against exact on the same text."""
+
+    def ms_per_token(self, trial: Trial) -> float:
+        """Of forced steps."""
+
+
 class ModelMeasurer:
     """Runs trials on a model directory. Holds at most one session, and the exact hidden states of the text."""
 
@@ -86,17 +101,19 @@ class ModelMeasurer:
         self._session: Session | None = None
         self._opened_for: Trial | None = None
         self._exact: list[Tensor] = []
-        self._context = settings.context or min(DEFAULT_CONTEXT, model.config.max_position_embeddings)
-        tokenizer = load_tokenizer(model.directory)
-        if tokenizer is None:
-            raise ArtifactError(
-                f"{model.directory / TOKENIZER_FILE}: file is missing, expected the model's tokenizer to read text with; copy it there"
+        own_context = min(DEFAULT_CONTEXT, model.config.max_position_embeddings)
+        self._context = own_context if settings.context is None else settings.context
+        read = partial(read_held_out, require_tokenizer_in(model.directory), settings.texts)
+        whole = read(context=self._context, tokens=settings.num_forced)
+        total = sum(len(one.targets) for one in read(context=self._context, tokens=settings.tokens))
+        each = -(-total // NUM_DOCUMENTS)
+        self._held_out = read(context=self._context, tokens=total, document_tokens=each)
+        if sum(len(sequence.targets) for sequence in self._held_out) < total:
+            self._held_out = read(context=min(self._context, each + 1), tokens=total)  # a few long documents
+        if len(self._held_out) < 2:
+            raise StrawError(
+                f"--text: one sequence of {len(self._held_out[0].targets):,} tokens to score, expected two or more for a standard error; give more text or a larger --tokens"
             )
-        read = partial(read_held_out, tokenizer, settings.texts, context=self._context)
-        self._held_out = read(tokens=settings.tokens, document_tokens=-(-settings.tokens // NUM_DOCUMENTS))
-        if sum(len(sequence.targets) for sequence in self._held_out) < settings.tokens:
-            self._held_out = read(tokens=settings.tokens)  # a few long documents
-        whole = read(tokens=settings.num_forced)
         self._forced = self._checked([token_id for sequence in whole for token_id in sequence.token_ids])
 
     def quality(self, trial: Trial) -> Quality:
@@ -112,7 +129,7 @@ class ModelMeasurer:
         self._advance(f"quality of {trial.ladder}")
         found = figures(scores)
         ratio = found["perplexity_ratio"]
-        return Quality(ratio["value"], ratio["standard_error"], found["tokens"])
+        return Quality(float(ratio["value"]), float(ratio["standard_error"]), int(found["tokens"]))
 
     def ms_per_token(self, trial: Trial) -> float:
         """The median of the runs after a first one."""

@@ -13,16 +13,19 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from tokenizers import pre_tokenizers
+from tokenizers import Tokenizer
 
-from runtime.chat import Conversation, require_tokenizer
+from runtime.chat import Conversation
 from runtime.chat_template import ChatOptions
+from runtime.demo import DEMO_NAME, prepared_demo
 from runtime.engine import Session
 from runtime.errors import StrawError
 from runtime.evaluation import forward_all
+from runtime.opening import DEFAULT_CONTEXT, open_source
+from runtime.tokenizer import load_tokenizer, missing_tokenizer, token_bytes
 
 LIKELY = 0.01  # of probability, as published: what lies below differs widely between sound programs
 NOT_GIVEN = -9999.0  # stands for the log-probability of a token that the API calls too unlikely to say
@@ -52,22 +55,44 @@ class Comparison:
     mean_difference: float
 
 
-def read_vectors(path: Path, session: Session) -> list[Vector]:
-    """The vectors of a file, in the session's token ids.
+class Reader(NamedTuple):
+    """What must be known of a model to take vectors, without its weights."""
+
+    directory: Path
+    tokenizer: Tokenizer | None
+    vocab_size: int
+    context: int
+
+
+def reader_of(model: str, context: int | None) -> Reader:
+    """The model directory, released checkpoint or "demo"; `context` as of `open_model`.
 
     Raises:
-        StrawError: The file cannot be read, is damaged, or has a token that the model has not.
+        StrawError: It is neither, or damaged.
+    """
+    directory = prepared_demo() if model == DEMO_NAME else Path(model)
+    source = open_source(directory)
+    source.close()
+    longest = min(DEFAULT_CONTEXT, source.config.max_position_embeddings) if context is None else context
+    return Reader(directory, load_tokenizer(directory), source.config.vocab_size, longest)
+
+
+def read_vectors(path: Path, model: Reader) -> list[Vector]:
+    """The vectors of a file, in the model's token ids.
+
+    Raises:
+        StrawError: The file cannot be read, is damaged, has a token that the model has not, or is longer than the context.
     """
     try:
         found = json.loads(path.read_bytes())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         reason = error.strerror if isinstance(error, OSError) else None
         raise _unusable(path, reason or str(error)) from None
     records = found if isinstance(found, list) else [found]
     if not records:
         raise _unusable(path, "no record in it")
-    ids = _ids_by_bytes(session)
-    return [_vector(path, number, record, session, ids) for number, record in enumerate(records)]
+    ids = {} if model.tokenizer is None else {own: number for number, own in enumerate(token_bytes(model.tokenizer))}
+    return [_vector(path, number, record, model, ids) for number, record in enumerate(records)]
 
 
 def compare(session: Session, vector: Vector) -> dict[str, Any]:
@@ -115,43 +140,13 @@ def lines(comparisons: Sequence[Mapping[str, Any]]) -> list[str]:
     return [*text, f"agreement {agreeing / tokens:.1%} of {tokens} tokens, largest difference {largest:.4f}"]
 
 
-def _ids_by_bytes(session: Session) -> dict[bytes, int]:
-    """The token id of each byte string; only where the session has a tokenizer."""
-    if session.tokenizer is None:
-        return {}
-    own = session.tokenizer
-    added = {token.content for token in own.get_added_tokens_decoder().values()}
-    spelled = byte_of_character()
-    return {
-        text.encode() if text in added else bytes(spelled[char] for char in text): token_id
-        for text, token_id in own.get_vocab().items()
-        if text in added or all(char in spelled for char in text)
-    }
-
-
-def byte_of_character() -> dict[str, int]:
-    """The byte that each character of a byte-level vocabulary stands for (the table of GPT-2's tokenizer).
-
-    Printable bytes stand for themselves; the others, in order, are the characters from U+0100 on.
-    """
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    table = {chr(byte): byte for byte in printable} | {chr(0x100 + n): byte for n, byte in enumerate(others)}
-    assert table.keys() == set(pre_tokenizers.ByteLevel.alphabet())
-    return table
-
-
-def _vector(path: Path, number: int, record: Any, session: Session, ids: Mapping[bytes, int]) -> Vector:
+def _vector(path: Path, number: int, record: Any, model: Reader, ids: Mapping[bytes, int]) -> Vector:
     try:
-        name = str(record.get("id", number))
-        if "prompt_ids" in record:
-            prompt_ids = [_checked_id(token_id, session) for token_id in record["prompt_ids"]]
-        else:
-            prompt_ids = Conversation(require_tokenizer(session), ChatOptions()).ask(record["prompt"])
-        steps = record["steps"]
-        continuation = [_token_id(step["token"], session, ids) for step in steps]
+        name, steps = str(record.get("id", number)), record["steps"]
+        prompt_ids = _prompt_ids(record, model)
+        continuation = [_token_id(step["token"], model, ids) for step in steps]
         logprobs = [
-            {_token_id(one["token"], session, ids): float(one["logprob"]) for one in step.get("top_logprobs", [])}
+            {_token_id(one["token"], model, ids): _logprob(one["logprob"]) for one in step.get("top_logprobs", [])}
             for step in steps
         ]
     except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -159,23 +154,51 @@ def _vector(path: Path, number: int, record: Any, session: Session, ids: Mapping
         raise _unusable(path, f"record {number}: {what}") from None
     if not prompt_ids or not continuation:
         raise _unusable(path, f"record {number}: no prompt or no step")
+    num_inputs = len(prompt_ids) + len(continuation) - 1
+    if num_inputs > model.context:
+        raise StrawError(
+            f"{path}: record {number} ({name}) takes {num_inputs:,} tokens, the context has {model.context:,}, expected no more; give a larger --context or leave it out"
+        )
     return Vector(name, prompt_ids, continuation, logprobs)
 
 
-def _token_id(token: Any, session: Session, ids: Mapping[bytes, int]) -> int:
+def _prompt_ids(record: Mapping[str, Any], model: Reader) -> list[int]:
+    if "prompt_ids" in record:
+        return [_checked_id(token_id, model) for token_id in record["prompt_ids"]]
+    prompt = record["prompt"]
+    if not isinstance(prompt, str) or not prompt.strip():
+        raise ValueError(f"prompt {_short(prompt)}, expected text that is not empty")
+    if model.tokenizer is None:
+        raise missing_tokenizer(model.directory)
+    return Conversation(model.tokenizer, ChatOptions()).ask(prompt)
+
+
+def _logprob(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise ValueError(f"logprob {_short(value)}, expected a finite number")
+    return float(value)
+
+
+def _token_id(token: Any, model: Reader, ids: Mapping[bytes, int]) -> int:
     """The id of a token that is given as one, or as {"bytes": [...]}."""
     if not isinstance(token, Mapping):
-        return _checked_id(token, session)
+        return _checked_id(token, model)
+    if not isinstance(token["bytes"], list):  # bytes(n) would be n zeros
+        raise ValueError(f"bytes {_short(token['bytes'])}, expected a list of numbers below 256")
     spelled = bytes(token["bytes"])
-    if spelled not in ids:
+    if not spelled or spelled not in ids:
         raise ValueError(f"token {spelled!r} is not in the model's vocabulary")
     return ids[spelled]
 
 
-def _checked_id(token_id: Any, session: Session) -> int:
-    if type(token_id) is not int or not 0 <= token_id < session.config.vocab_size:
-        raise ValueError(f"token id {str(token_id)[:20]}, expected one below {session.config.vocab_size:,}")
+def _checked_id(token_id: Any, model: Reader) -> int:
+    if type(token_id) is not int or not 0 <= token_id < model.vocab_size:
+        raise ValueError(f"token id {_short(token_id)}, expected one below {model.vocab_size:,}")
     return token_id
+
+
+def _short(value: object) -> str:
+    return repr(value)[:20]
 
 
 def _unusable(path: Path, reason: str) -> StrawError:

@@ -1,6 +1,7 @@
 """`runtime.toml` in a model directory: what suits this machine and this model better than the defaults. Owns its keys.
 
-`runtime tune` writes it; a person may, too. What it says counts where the user says nothing (`auto`).
+`runtime tune` writes it; a person may, too. What it says counts where the user says nothing (`auto`). What was measured on other
+weights or with another 2-bit code counts nowhere: such a file is refused, not passed over.
 """
 
 from __future__ import annotations
@@ -15,17 +16,21 @@ from typing import Any
 from runtime.errors import StrawError
 from runtime.files import atomic_file
 from runtime.ladder import parse_ladder
-from runtime.store.pools import Shares
+from runtime.manifest import MANIFEST, read_manifest
+from runtime.store.pools import Shares, parse_bytes
 
 TUNED = "runtime.toml"
 AUTO = "auto"
 PREFETCHES = ("off", "hash", "predictor")  # as `runtime.predictors` has them, which lies above the store
 ANY_NUM_PICKS = 2**31  # whether a ladder fits the model's K is seen when it is used
+FREE = "free"  # in the place of a budget that was not given
+NO_CODE = "none"
 MEASURED = {  # what the choice rests on, and of which type
     "when": str,
     "text": str,
     "tokens": int,  # scored for the perplexity
     "steps": int,  # timed in each run
+    "fingerprint": str,  # of the model's source
     "code": str,
     "device": str,
     "machine": str,
@@ -69,7 +74,7 @@ def read_tuned(directory: Path) -> Tuned:
     """The settings in `directory`, all defaults if it has no such file.
 
     Raises:
-        StrawError: The file is no TOML, or has a key or a value that means nothing here.
+        StrawError: The file is no TOML, has a key or a value that means nothing here, or was measured on another model or code.
     """
     path = directory / TUNED
     try:
@@ -86,24 +91,65 @@ def read_tuned(directory: Path) -> Tuned:
         _check_ladder(path, ladder)
     if prefetch is not None and prefetch not in PREFETCHES:
         raise _damaged(path, f"prefetch is {prefetch!r}, expected {', '.join(PREFETCHES)}")
-    return Tuned(_shares(path, content.get("pools", {})), ladder, prefetch, _measured(path, content))
+    measured = _measured(path, content)
+    if (directory / MANIFEST).exists():
+        manifest = read_manifest(directory)
+        check_measured_on(path, measured, fingerprint=manifest.fingerprint, code=manifest.code or NO_CODE)
+    return Tuned(_shares(path, content.get("pools", {})), ladder, prefetch, measured)
 
 
-def taken_line(tuned: Tuned, *, ladder: str, prefetch: str, has_slots: bool) -> str | None:
+def check_measured_on(path: Path, measured: Mapping[str, object], **used: str) -> None:
+    """Nothing, if what the file says of the model's `fingerprint` and `code`, if anything, is what is used.
+
+    Raises:
+        StrawError: It was measured on others.
+    """
+    for name, own in used.items():
+        found = measured.get(name, own)
+        if found != own:
+            raise StrawError(
+                f"{path}: measured on {name} {str(found)[:16]}, this model has {own[:16]} in use; run runtime tune again, or remove the file"
+            )
+
+
+def taken_line(
+    tuned: Tuned, *, ladder: str, prefetch: str, has_slots: bool, vram: str | None = None, ram: str | None = None
+) -> str | None:
     """What a session takes from the file where the user said `auto`, in a line for people; None if nothing.
+
+    The line ends with a warning where the budgets are not those that the file was measured with.
 
     Args:
         tuned: Of the file.
         ladder: The user's choice.
         prefetch: Likewise.
         has_slots: Whether the user counts the slots, so that no share matters.
+        vram: The user's budget, None for what is free.
+        ram: Likewise.
     """
     words = [f"ladder {tuned.ladder}"] if ladder == AUTO and tuned.ladder else []
     words += [f"prefetch {tuned.prefetch}"] if prefetch == AUTO and tuned.prefetch else []
     if not has_slots and tuned.shares != Shares():
         words.append(f"FP4 shares {tuned.shares.fp4_vram:g} in VRAM and {tuned.shares.fp4_ram:g} in RAM")
-    when = f" (measured {tuned.measured['when']})" if "when" in tuned.measured else ""
-    return f"{TUNED}: {', '.join(words)}{when}" if words else None
+    if not words:
+        return None
+    measured = tuned.measured
+    notes = [f"measured {measured['when']}"] if "when" in measured else []
+    notes += [f"for {name} {measured[name]}" for name in ("vram", "ram") if name in measured]
+    own = {"vram": vram, "ram": ram}
+    is_other = {name: name in measured and not _is_same(measured[name], budget) for name, budget in own.items()}
+    others = [] if has_slots else [f"{name} is {own[name] or FREE}" for name in own if is_other[name]]
+    line = f"{TUNED}: {', '.join(words)}" + (f" ({', '.join(notes)})" if notes else "")
+    return (
+        f"{line}; {' and '.join(others)} now, another choice may be better: run runtime tune again" if others else line
+    )
+
+
+def _is_same(measured: object, budget: str | None) -> bool:
+    """Whether two budgets are as many bytes, or neither was given."""
+    if budget is None or measured == FREE:
+        return (budget or FREE) == measured
+    return parse_bytes(str(measured)) == parse_bytes(budget)
 
 
 def _check_ladder(path: Path, ladder: object) -> None:

@@ -181,7 +181,9 @@ def test_the_set_that_ships() -> None:
     ("content", "expected"),
     [
         ("[", "not a set of prompts"),
-        ('{"a": 1}', "not a set of prompts"),
+        ('{"a": 1}', r"not a set of prompts \(it holds an object\)"),
+        ('["a"]', r"not a set of prompts \(prompt 0 is text\)"),
+        ('[{"a": 1}]', r"not a set of prompts \(prompt 0 has a\)"),
         ('[{"name": "a", "prompt": "b"}]', "not a set of prompts"),
         ("[]", "no prompt in it"),
         ('[{"name": "../a", "prompt": "b", "tokens": 9}]', "prompt 0: name is '../a'"),
@@ -239,6 +241,25 @@ def test_the_command_keeps_transcripts_beside_numbers(
         (out / f"a-{number}.txt").read_text(encoding="utf-8") for number in (1, 2, 3)
     ]
     assert lines[0].startswith("prompt")
+
+
+def test_an_interrupted_bench_leaves_numbers_of_the_transcripts_beside_them(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, out = tmp_path / "set.json", tmp_path / "out"
+    file.write_text(json.dumps([{"name": "a", "prompt": "hello", "tokens": 4}]))
+    out.mkdir()
+    (out / "bench.json").write_text("of an earlier run")
+
+    def two(*_: object) -> Iterator[PromptRun]:
+        yield from (RUN, replace(RUN, repeat=1))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("runtime.bench_prompts.run_prompts", two)
+    assert end_of(["bench", str(model), "--prompts", str(file), "--device", "cpu", "--out", str(out)]) == 1
+    assert capsys.readouterr().err.splitlines()[-1].startswith("error: interrupted; --out has the runs that have ended")
+    found = json.loads((out / "bench.json").read_text())["results"]
+    assert (len(found["runs"]), found["planned_runs"]) == (2, LEAST_REPEAT)
 
 
 @pytest.mark.parametrize(

@@ -178,6 +178,15 @@ def test_held_out_text_in_sequences(texts: list[Path]) -> None:
     assert whole[0].inputs[1:] == whole[0].targets[:-1]
 
 
+def test_files_of_one_name_are_two_documents(tmp_path: Path) -> None:
+    paths = [tmp_path / folder / "x.txt" for folder in "ab"]
+    for path in paths:
+        path.parent.mkdir()
+        path.write_text(f"hello {path.parent.name}")
+    found = read_held_out(build_tokenizer(), paths, context=100)
+    assert [one.document for one in found] == list(map(str, paths))
+
+
 @pytest.mark.parametrize(
     ("tokens", "document_tokens", "expected"), [(20, None, 20), (None, 1, 3), (2, 1, 2), (1, 9, 1)]
 )

@@ -18,10 +18,10 @@ from torch import Tensor
 from prep.layout import layout
 from prep.requant import requant
 from runtime import open_model
-from runtime.answering import AnswerStream, Sampling
+from runtime.answering import AnswerStream, Sampling, print_answer
 from runtime.chat_template import BOS, EOS
 from runtime.engine import Session
-from runtime.errors import StrawError
+from runtime.errors import ContextFullError, StrawError
 from runtime.guard import (
     EASE_TOKENS,
     EXACT_TOKENS,
@@ -34,10 +34,11 @@ from runtime.guard import (
     Written,
     ease_down,
 )
-from runtime.junk import Finding, JunkRules, Kind
+from runtime.junk import Finding, JunkRules, Kind, audit
 from runtime.ladder import Ladder, MassLadder
 from runtime.sampler import Sampler
 from runtime.speed import answer_rules, invalid_reason
+from runtime.tokenizer import token_bytes
 
 NUM_PICKS = 6
 BASE = Ladder(2, 4)
@@ -47,13 +48,17 @@ RULES = JunkRules(patterns=((JUNK, JUNK, JUNK),))
 
 
 class ScriptedSession:
-    """Says `scripts[n]` after its n-th rollback; each token by its position in the answer. Remembers ladders and rollbacks."""
+    """Says `scripts[n]` after its n-th rollback; each token by its position in the answer. Remembers ladders and rollbacks.
+
+    A mark keeps its logits: the token after it is the one of the script before the rollback, as with a real session.
+    """
 
     def __init__(self, *scripts: list[int], base: Any = BASE, has_exact: bool = True) -> None:
         self.config = SimpleNamespace(num_experts_per_tok=NUM_PICKS, eos_token_id=EOS_ID)
         self.ladder, self._has_exact = base, has_exact
         self._scripts, self._rollbacks, self._length = scripts, 0, 0
         self.ladders: list[Any] = []
+        self.prefilled: list[tuple[Any, list[int]]] = []
         self.rewound_to: list[int] = []
 
     def extend(self, prompt_ids: list[int]) -> Tensor:
@@ -63,6 +68,14 @@ class ScriptedSession:
     def step(self, token_id: int) -> Tensor:
         self.ladders.append(self.ladder)
         self._length += 1
+        return self._logits()
+
+    def reset(self) -> None:
+        self._length = 0
+        self._rollbacks += 1
+
+    def prefill(self, prompt_ids: list[int]) -> Tensor:
+        self.prefilled.append((self.ladder, list(prompt_ids)))
         return self._logits()
 
     def mark(self) -> int:
@@ -123,6 +136,31 @@ def test_it_goes_back_to_the_last_mark_before_the_junk() -> None:
     assert guard.counts.rollbacks == 1
 
 
+@pytest.mark.parametrize("began", [15, 16, 17, 32])
+def test_junk_right_after_a_mark_is_mended_when_greedy(began: int) -> None:
+    """The mark's logits made the junk's first token, so that mark is no way out of it."""
+    text = clean(100)
+    session = ScriptedSession([*text[:began], JUNK, *text[began + 1 :]], text)
+    kept, events, guard = watch(session, rules=JunkRules(misplaced_ids=frozenset({JUNK})))
+    assert session.rewound_to == [(began - 1) // MARK_TOKENS * MARK_TOKENS]  # strictly before
+    assert kept == [*text, EOS_ID]
+    assert (len(events), guard.counts.rollbacks, session.prefilled) == (1, 1, [])
+
+
+@pytest.mark.parametrize("began", [0, 16])
+def test_junk_where_an_answer_begins_reads_the_prompt_again_at_exact(began: int) -> None:
+    """Also after a mark was given up: the only state strictly before token 0 is none."""
+    text = clean(100)
+    junk = [JUNK] if began == 0 else [*text[:began], JUNK]
+    session = ScriptedSession([*junk, *text[len(junk) :]], text)
+    kept, events, guard = watch(session, rules=JunkRules(misplaced_ids=frozenset({JUNK})))
+    assert kept == [*text, EOS_ID]
+    assert session.prefilled == ([(EXACT, [5, 6])] if began == 0 else [])
+    assert isinstance(events[0], Withdrawn) and "going on exactly from before it" in events[0].note
+    assert guard.counts.rollbacks == 1
+    assert EXACT in session.ladders
+
+
 def test_exact_for_a_while_then_down_step_by_step() -> None:
     text = clean(400)
     session = ScriptedSession([*text[:40], JUNK, JUNK, JUNK], text)
@@ -168,13 +206,29 @@ def test_at_exact_a_loop_is_reported_and_stays() -> None:
 
 
 def test_after_enough_tries_it_stops() -> None:
-    session = ScriptedSession([*clean(40), JUNK, JUNK, JUNK])
-    kept, events, guard = watch(session)
+    """Each time the junk comes back once the ladder has eased down again."""
+    far = EXACT_TOKENS + 4 * EASE_TOKENS
+    scripts = [[*clean(40 + far * tries), JUNK, JUNK, JUNK] for tries in range(6)]
+    session = ScriptedSession(*scripts)
+    kept, events, guard = watch(session, limit=2000)
     assert [type(event) for event in events] == [Withdrawn] * 4 + [Reported]
     assert "stopped after 4 rollbacks" in events[-1].note
     assert kept[-1] == JUNK
     assert session.ladder == BASE
     assert guard.counts.rollbacks == 4
+
+
+@pytest.mark.parametrize("period", [1, 40])
+def test_a_loop_that_exact_writes_after_a_rollback_is_reported_and_stays(period: int) -> None:
+    loop = clean(period, seed=9) * (600 // period)
+    own = [*clean(50), *loop]
+    session = ScriptedSession([*clean(40), JUNK, JUNK, JUNK], own)
+    rules = JunkRules(patterns=RULES.patterns)
+    kept, events, guard = watch(session, limit=400, rules=rules)
+    assert [type(event) for event in events] == [Withdrawn, Reported]
+    assert "model's own" in events[-1].note
+    assert kept == own[:400]
+    assert guard.counts.rollbacks == 1
 
 
 def test_without_slots_for_exact_it_stops_and_says_so() -> None:
@@ -286,6 +340,39 @@ def test_withdrawn_text_is_marked_and_the_answer_goes_on() -> None:
     assert "withdrawn" in notes.getvalue()
     assert tokenizer.decode(stream.answer_ids[:-1]) == tokenizer.decode(text)
     assert "speed invalid: junk in the text" in stream.line(2)
+
+
+@pytest.mark.parametrize("unwanted", ["ell", "o w", "hello", " world", "我", "<", "d我们"])
+def test_an_unwanted_text_is_found_however_it_is_cut_into_tokens(unwanted: str) -> None:
+    """It begins in the token that holds its first byte."""
+    tokenizer = build_tokenizer()
+    rules = answer_rules(tokenizer, tokenizer.token_to_id(EOS), thinking=False, texts=(unwanted,))
+    ids = tokenizer.encode("hey hello world我们 <", add_special_tokens=False).ids
+    found = [finding for finding in audit(ids, rules) if "unwanted" in finding.message]
+    before = "hey hello world我们 <".encode().index(unwanted.encode())
+    spelled, ends = token_bytes(tokenizer), list[int]()
+    for token_id in ids:
+        ends.append(len(spelled[token_id]) + (ends[-1] if ends else 0))
+    assert [finding.began for finding in found] == [next(n for n, end in enumerate(ends) if end > before)]
+    assert not audit(tokenizer.encode("hey there", add_special_tokens=False).ids, rules)
+
+
+@pytest.mark.parametrize("stop", [KeyboardInterrupt(), ContextFullError("full")])
+def test_generate_prints_what_there_is_of_an_answer_that_is_cut_off(
+    stop: BaseException, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tokenizer = build_tokenizer()
+    text = tokenizer.encode("the world", add_special_tokens=False).ids
+
+    class Stopped(ScriptedSession):
+        def step(self, token_id: int) -> Tensor:
+            if self._length == len(text) - 1:
+                raise stop
+            return super().step(token_id)
+
+    with pytest.raises(type(stop)):
+        print_answer(Stopped(text), tokenizer, [5, 6], Sampling(50, 0.0, 1.0, 0))  # type: ignore[arg-type]
+    assert capsys.readouterr().out == "the world\n"
 
 
 def test_special_tokens_are_misplaced_but_eos() -> None:

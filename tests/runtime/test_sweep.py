@@ -23,10 +23,14 @@ from runtime.cli import main
 from runtime.config import ModelConfig
 from runtime.errors import StrawError
 from runtime.eval_rows import ARTICLE_SLOTS, Model, Row, read_model, scaled_slots, sweep_rows, v4_flash_bytes
+from runtime.eval_state import EvalState
 from runtime.evaluation import STATISTICS
 from runtime.ladder import parse_ladder
+from runtime.store.pools import Shares
+from runtime.store.tuned import Tuned, write_tuned
 from runtime.sweep import EvalSettings, Evaluation, run
-from runtime.sweep_report import HEADINGS, Speed, _draw, draw, read_speeds, speed_of, table
+from runtime.sweep_report import HEADINGS, Speed, _draw, draw, read_speeds, speed_names, speed_of, table, with_speeds
+from runtime.sweep_speed import speed_of_answers
 
 NUM_PICKS, NUM_LAYERS = 2, 3
 NUM_SEQUENCES = 4  # of the text, in this context
@@ -158,11 +162,53 @@ def test_two_runs_at_once(model: Model, settings: EvalSettings, tmp_path: Path) 
     Evaluation(model, saved, ROWS, pytest.fail).close()
 
 
-@pytest.mark.parametrize("content", ["", "[]", '{"rows": {}}', '{"settings": {}, "rows": {"a": {"scores": [{}]}}}'])
+@pytest.mark.parametrize(
+    "content", ["", "[]", "5", '{"rows": {}}', '{"settings": {}, "rows": {}, "sha256": "0"}', "[" * 100_000]
+)
 def test_a_damaged_state(model: Model, settings: EvalSettings, tmp_path: Path, content: str) -> None:
     (tmp_path / "out.state.json").write_text(content)
-    with pytest.raises(StrawError, match=r"damaged or no state of an evaluation .*; remove it"):
+    with pytest.raises(StrawError, match=r"damaged or no state of a measurement .*; remove it"):
         Evaluation(model, replace(settings, out=tmp_path / "out.json"), ROWS, pytest.fail)
+
+
+@pytest.mark.parametrize("wrong", [5, {}, {"scores": []}, {"result": 5}])
+def test_a_state_that_is_well_formed_and_wrong(
+    model: Model, settings: EvalSettings, tmp_path: Path, wrong: Any
+) -> None:
+    saved = replace(settings, out=tmp_path / "out.json")
+    run(model, saved, ROWS[:1], pytest.fail)
+    state = json.loads((tmp_path / "out.state.json").read_text())
+    state["rows"][ROWS[0].name] = wrong
+    (tmp_path / "out.state.json").write_text(json.dumps(state))
+    with pytest.raises(StrawError, match=r"out\.state\.json: damaged .*its digest is of other content"):
+        Evaluation(model, saved, ROWS[:1], pytest.fail)
+
+
+def test_a_row_on_real_pools_hangs_on_them_and_not_on_runtime_toml(
+    model: Model, settings: EvalSettings, tmp_path: Path
+) -> None:
+    row = Row("int2", "1,2", residency="cold")
+    saved = replace(settings, out=tmp_path / "out.json", vram="4MB", ram="4GB")
+    first = Evaluation(model, saved, [row], pytest.fail)
+    toml = model.directory / "runtime.toml"
+
+    def cut_off(name: str) -> None:
+        if name == row.name:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        first.run(cut_off)
+    first.close()
+    try:
+        write_tuned(model.directory, Tuned(Shares(0.2, 0.2)))
+        (result,) = run(model, saved, [row], pytest.fail)
+    finally:
+        toml.unlink()
+    assert "int2 3 VRAM" in result["pools"]
+    state = EvalState(None, {})
+    state.check_pools("a", "slots 3")
+    with pytest.raises(StrawError, match="row a begun with slots 3, now slots 4; give --slots"):
+        state.check_pools("a", "slots 4")
 
 
 def test_the_rows_of_a_sweep(model: Model) -> None:
@@ -225,14 +271,38 @@ def test_speeds_by_ladder_or_code(tmp_path: Path) -> None:
         '{"2,4": {"tokens_per_second": 7}, "quad2 2,4": {"tokens_per_second": 9, "invalid": "looped"},'
         ' "2,4 no-renormalise": {"tokens_per_second": 8}}'
     )
-    speeds, row = read_speeds(tmp_path / "speeds.json"), {"code": "int2", "ladder": "2,4", "renormalise": True}
+    row: dict[str, Any] = {"code": "int2", "ladder": "2,4", "renormalise": True}
+    rows = [Row(code, "2,4", on) for code in ("int2", "quad2") for on in (True, False)]
+    speeds = read_speeds(tmp_path / "speeds.json", rows)
     assert speed_of(row, speeds) == Speed(7.0)
     assert speed_of(row | {"code": "quad2"}, speeds) == Speed(9.0, "looped")
     assert speed_of(row | {"renormalise": False}, speeds) == Speed(8.0)
     assert speed_of(row | {"ladder": "1,4"}, speeds) is None
-    (tmp_path / "speeds.json").write_text('{"2,4": 7}')
-    with pytest.raises(StrawError, match="cannot be read as speeds"):
-        read_speeds(tmp_path / "speeds.json")
+    assert with_speeds([row], speeds)[0]["speed"] == {"tokens_per_second": 7.0, "invalid": None}
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        ('{"2,4": 7}', "something else than"),
+        ('{"2,5": {"tokens_per_second": 7}}', "'2,5' is no ladder of this sweep"),
+        ('{"2,4": {"tokens_per_second": -1}}', "has -1 tokens per second"),
+        ('{"2,4": {"tokens_per_second": NaN}}', "has nan tokens per second"),
+        ('{"2,4": {"tokens_per_second": 1, "invalid": true}}', "has True as invalid"),
+        ('{"2,4": {"tokens_per_second": 1, "loss": 1}}', "something else than"),
+        ("[" * 100_000, "recursion"),
+    ],
+)
+def test_speeds_that_are_refused(tmp_path: Path, content: str, reason: str) -> None:
+    (tmp_path / "speeds.json").write_text(content)
+    with pytest.raises(StrawError, match=f"speeds.json: cannot be read as speeds .*{reason}"):
+        read_speeds(tmp_path / "speeds.json", [Row("int2", "2,4")])
+
+
+def test_a_ladders_speed_is_of_its_valid_answers() -> None:
+    valid, broken = ({"tokens_per_second": speed, "invalid": why} for speed, why in ((4.0, None), (9.0, "a loop")))
+    assert speed_of_answers([broken, valid, broken]) == Speed(4.0)
+    assert speed_of_answers([broken, broken]) == Speed(9.0, "a loop")
 
 
 Command = Callable[..., tuple[int, list[str], str]]
@@ -266,12 +336,20 @@ def test_the_command_ends_with_one_json_document(command: Command, directory: Pa
 
 
 @pytest.mark.slow
-def test_the_command_sweeps(command: Command, directory: Path, text: Path, tmp_path: Path) -> None:
-    given = options({"text": text, "tokens": 2, "context": 20, "device": "cpu", "out": tmp_path / "out.json"})
-    code, lines, err = command(directory, *given, "--sweep")
+def test_the_command_sweeps_and_times_answers(command: Command, directory: Path, text: Path, tmp_path: Path) -> None:
+    (tmp_path / "set.json").write_text(json.dumps([{"name": "a", "prompt": "hello", "tokens": 4}]))
+    given = options({"text": text, "tokens": 2, "context": 30, "device": "cpu", "out": tmp_path / "new" / "out.json"})
+    given += ["--sweep", "--prompts", tmp_path / "set.json", "--speed-prompt", "a"]
+    code, lines, err = command(directory, *given)
     assert code == 0, err
-    assert len(json.loads(lines[-1])["results"]) == len(sweep_rows(read_model(str(directory))))
-    assert (tmp_path / "ladder.png").exists()
+    document = json.loads(lines[-1])
+    assert len(document["results"]) == len(sweep_rows(read_model(str(directory))))
+    for row in document["results"]:
+        answers = document["answers"][speed_names(row)[0]]
+        assert len(answers) == 3
+        assert Speed(**row["speed"]) == speed_of_answers(answers)
+    assert (tmp_path / "new" / "ladder.png").exists()
+    assert json.loads(command(directory, *given)[1][-1])["results"] == document["results"]  # nothing is timed again
 
 
 @pytest.mark.parametrize(
@@ -283,6 +361,8 @@ def test_the_command_sweeps(command: Command, directory: Path, text: Path, tmp_p
         ({"ladder": "exact", "slots": "9,9,9,9"}, "--slots: no row uses the real pools"),
         ({"ladder": "1,2", "code": "int2", "residency": "replay:9,9,0,1"}, "expected at least 3, one a layer"),
         ({"ladder": "exact", "text": "missing.txt"}, "missing.txt: cannot be read"),
+        ({"ladder": "exact", "context": 0}, "context is 0, expected at least 2"),
+        ({"ladder": "exact", "residency": "replay:1,2"}, "--residency replay:1,2: expected four counts"),
         ({"ladder": "exact", "context": 999}, "context is 999 tokens, expected 1 to 256"),
         ({"ladder": "exact", "dtype": "float8"}, "dtype is 'float8'"),
     ],
@@ -295,9 +375,31 @@ def test_bad_input_is_one_line(
     assert message in err.splitlines()[-1] and err.splitlines()[-1].startswith("error: ")
 
 
-@pytest.mark.parametrize("given", [[], ["--sweep", "--ladder", "1,2"], ["--vectors", "v.json"], ["--sweep", "--code", "int2"]])  # fmt: skip
+@pytest.mark.parametrize("given", [[], ["--sweep", "--ladder", "1,2"], ["--vectors", "v.json"], ["--sweep", "--code", "int2"], ["--ladder", "1,2", "--speeds", "s.json"], ["--sweep", "--prompts", "p.json"], ["--ladder", "1,2", "--out", "."]])  # fmt: skip
 def test_options_that_do_not_go_together(command: Command, directory: Path, text: Path, given: list[str]) -> None:
     assert command(directory, "--text", text, *given)[0] == 2
+
+
+def test_nothing_that_is_read_is_overwritten(command: Command, directory: Path, text: Path, tmp_path: Path) -> None:
+    before = text.read_bytes()
+    state = tmp_path / "a.state.json"
+    shutil.copy(text, state)
+    for source, out in ((text, text), (text, text.parent / "." / text.name), (state, tmp_path / "a.json")):
+        code, _, err = command(directory, "--text", source, "--ladder", "exact", "--out", out)
+        assert code == 2 and "it would overwrite" in " ".join(err.replace("│", " ").split())
+    assert text.read_bytes() == state.read_bytes() == before
+    assert command(directory, "--vectors", text, "--out", text)[0] == 2
+
+
+def test_an_interrupt_is_one_line(
+    command: Command, directory: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("runtime.sweep.run", interrupted)
+    code, lines, err = command(directory, "--text", text, "--ladder", "exact", "--out", tmp_path / "out.json")
+    assert (code, lines, err) == (1, [], "error: interrupted; the same command goes on where it stopped\n")
 
 
 def test_models_that_cannot_be_measured(

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from contextlib import closing
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,9 @@ from runtime.cli import main
 from runtime.errors import StrawError
 from runtime.eval_rows import read_model
 from runtime.store.pools import Shares
-from runtime.store.tuned import Tuned, read_tuned, write_tuned
+from runtime.store.tuned import Tuned, read_tuned, taken_line, write_tuned
 from runtime.tune import Plan, plan_for, results, search, table
+from runtime.tune_state import FinishedTrials, forget_trials
 from runtime.tune_trials import ModelMeasurer, Quality, Trial, TuneSettings
 
 OTHER = Shares(0.5, 0.5)
@@ -63,6 +65,7 @@ TIMES = {"exact": 100.0, "4,6": 80.0, "2,4": 50.0, "0,6": 20.0}
         (1.0, Planted(RATIOS, TIMES), Trial("exact")),
         (1.5, Planted(RATIOS, TIMES), Trial("0,6")),
         (1.02, Planted(RATIOS | {"2,4": float("nan")}, TIMES), Trial("4,6")),
+        (1.02, Planted(RATIOS | {"2,4": 1.0195}, TIMES), Trial("4,6")),  # a standard error more is too much
         (1.02, Planted(RATIOS, TIMES | {"4,6": 50.5}), Trial("4,6")),  # a tie goes to the better quality
         (
             1.02,
@@ -82,7 +85,7 @@ def test_the_fastest_within_the_budget_is_chosen(budget: float, planted: Planted
     chosen = trials[-1]
     assert chosen.trial == expected
     assert chosen.quality is not None
-    assert chosen.quality.ppl_ratio <= budget
+    assert chosen.quality.at_most <= budget
     assert chosen.ms_per_token == min(one.ms_per_token for one in trials if one.trial == expected)
 
 
@@ -100,6 +103,7 @@ def test_nothing_is_measured_that_cannot_matter() -> None:
     assert search(PLAN, exact, 1.0)[-1].trial == Trial("exact")
     assert exact.timed == [Trial("exact"), Trial("exact", prefetch="hash"), Trial("exact", prefetch="predictor")]
     lines = table(results(trials, 1.02))
+    assert lines[3].split()[4:7] == ["1.0180", "0.0010", "1.0190"]
     assert [line.split()[-1] for line in lines[2:5]] == ["80.000", "chosen", "1.02"]
     assert len(lines) == 1 + len(trials) - 1
 
@@ -160,8 +164,10 @@ def test_real_trials(new_model: Callable[..., Path], tmp_path: Path) -> None:
         )
 
 
-@pytest.mark.parametrize(("num_documents", "scored"), [(1, [8]), (3, [8]), (4, [2, 2, 2, 2]), (9, [2, 2, 2, 2])])
-def test_several_documents_are_scored_where_there_are_some(
+@pytest.mark.parametrize(
+    ("num_documents", "scored"), [(1, [2, 2, 2, 2]), (3, [2, 2, 2, 2]), (4, [2, 2, 2, 2]), (9, [2, 2, 2, 2])]
+)
+def test_several_documents_are_scored_where_there_are_some_else_several_pieces(
     new_model: Callable[..., Path], tmp_path: Path, num_documents: int, scored: list[int]
 ) -> None:
     text = tmp_path / "a.jsonl"
@@ -169,6 +175,39 @@ def test_several_documents_are_scored_where_there_are_some(
     settings = TuneSettings((text,), tokens=8, steps=3, prompt_tokens=4, context=64)
     measurer = ModelMeasurer(read_model(str(new_model(None))), settings, print, print)
     assert [len(sequence.targets) for sequence in measurer._held_out] == scored
+
+
+def test_one_token_has_no_standard_error(new_model: Callable[..., Path], tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text(WORDS)
+    settings = TuneSettings((tmp_path / "a.txt",), tokens=1, steps=3, prompt_tokens=4, context=64)
+    with pytest.raises(StrawError, match="one sequence of 1 tokens to score, expected two or more"):
+        ModelMeasurer(read_model(str(new_model(None))), settings, print, print)
+    with pytest.raises(StrawError, match="context is 0"):
+        ModelMeasurer(read_model(str(tmp_path / "model")), replace(settings, context=0), print, print)
+
+
+def test_a_tune_that_is_cut_off_goes_on(new_model: Callable[..., Path], tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text(WORDS)
+    model, settings = read_model(str(new_model())), TuneSettings((tmp_path / "a.txt",))
+
+    @dataclass
+    class CutOff(Planted):
+        def ms_per_token(self, trial: Trial) -> float:
+            if trial.ladder == "2,4":
+                raise KeyboardInterrupt
+            return super().ms_per_token(trial)
+
+    first, second, told = CutOff(RATIOS, TIMES), Planted(RATIOS, TIMES), list[str]()
+    with pytest.raises(KeyboardInterrupt), closing(FinishedTrials(model, settings, first, print)) as trials:
+        search(PLAN, trials, 1.02)
+    with pytest.raises(StrawError, match=r"begun with steps 64, expected 9"):
+        FinishedTrials(model, replace(settings, steps=9), second, print)
+    with closing(FinishedTrials(model, settings, second, told.append)) as trials:
+        assert search(PLAN, trials, 1.02) == search(PLAN, Planted(RATIOS, TIMES), 1.02)
+    assert not second.judged and Trial("4,6") not in second.timed and Trial("2,4") in second.timed
+    assert "quality of 4,6" in told
+    forget_trials(model)
+    assert not list(model.directory.glob("runtime.toml*"))
 
 
 def opened(directory: Path, **options: Any) -> tuple[str, bool]:
@@ -207,6 +246,36 @@ def test_a_tuned_ladder_that_the_model_cannot_have_names_the_file(new_model: Cal
             open_model(directory, ladder="auto")
 
 
+def test_a_file_of_another_model_or_code_is_refused(
+    new_model: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    directory = new_model()
+    own = read_model(str(directory)).identity["fingerprint"]
+    for measured in ({"fingerprint": "0" * 64}, {"fingerprint": own, "code": "split"}):
+        write_tuned(directory, Tuned(Shares(), "0,2", "off", measured))
+        with pytest.raises(StrawError, match=r"runtime\.toml: measured on .* in use; run runtime tune again"):
+            open_model(directory, ladder="auto")
+        open_model(directory).close()  # takes nothing from it
+    write_tuned(directory, Tuned(Shares(), "0,2", "off", {"fingerprint": own, "code": "int2"}))
+    requant(directory, "split")
+    command = ["generate", str(directory), "--prompt", "hello", "--device", "cpu", "--max-new-tokens", "1"]
+    with pytest.raises(SystemExit) as end:
+        main([*command, "--code", "split"])
+    assert end.value.code == 1
+    assert "measured on code int2, this model has split in use" in capsys.readouterr().err
+
+
+def test_other_budgets_than_the_tuned_ones_are_said() -> None:
+    tuned = Tuned(Shares(), "2,4", None, {"vram": "22GB", "ram": "free"})
+
+    def line(**budgets: str) -> str:
+        return str(taken_line(tuned, ladder="auto", prefetch="off", has_slots=False, **budgets))
+
+    assert line(vram="22000MB") == "runtime.toml: ladder 2,4 (for vram 22GB, for ram free)"
+    assert line(vram="10GB", ram="9GB").endswith("; vram is 10GB and ram is 9GB now, another choice may be better: run runtime tune again")  # fmt: skip
+    assert "vram is free now" in line()
+
+
 def test_a_budget_below_exact_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     for ratio in ("0.99", "nan"):
         with pytest.raises(SystemExit) as end:
@@ -235,6 +304,7 @@ def test_the_command_writes_what_chat_takes(
     assert (tuned.ladder, tuned.prefetch) == (chosen["ladder"], chosen["prefetch"])
     assert tuned.measured["max_ppl_ratio"] == 100
     assert (tuned.measured["text"], tuned.measured["tokens"]) == ("a.txt", 8)
+    assert [path.name for path in directory.glob("runtime.toml*")] == ["runtime.toml"]
     with pytest.raises(SystemExit):
         main(["generate", str(directory), "--prompt", "hello", "--device", "cpu", "--max-new-tokens", "1"])
     assert f"runtime.toml: ladder {tuned.ladder}, prefetch {tuned.prefetch}" in capsys.readouterr().err

@@ -16,11 +16,13 @@ from runtime.chat_template import ChatOptions
 from runtime.cli import main
 from runtime.engine import Session
 from runtime.errors import StrawError
-from runtime.vectors import byte_of_character, compare, lines, read_vectors
+from runtime.tokenizer import token_bytes
+from runtime.vectors import compare, lines, read_vectors, reader_of
 
 DEMO = Path(__file__).parents[2] / "artifacts" / "demo" / "checkpoint"
 PROMPT = "Which command lists the files of a directory?"
 STEPS, TOP = 5, 4
+READER = reader_of(str(DEMO), 128)
 EXACTLY = 1e-4  # a prefill in one chunk against steps
 
 
@@ -54,7 +56,7 @@ def spelled(session: Session, token_id: int) -> dict[str, list[int]] | int:
 def compared(session: Session, tmp_path: Path) -> Callable[[Any], list[dict[str, Any]]]:
     def called(content: Any) -> list[dict[str, Any]]:
         (tmp_path / "vectors.json").write_text(json.dumps(content))
-        return [compare(session, vector) for vector in read_vectors(tmp_path / "vectors.json", session)]
+        return [compare(session, vector) for vector in read_vectors(tmp_path / "vectors.json", READER)]
 
     return called
 
@@ -95,12 +97,6 @@ def test_prompt_ids_in_the_place_of_text(
     assert [one["agreeing"] for one in compared([record, by_ids])] == [STEPS, STEPS]
 
 
-def test_the_bytes_of_a_byte_level_vocabulary() -> None:
-    table = byte_of_character()
-    assert sorted(table.values()) == list(range(256))
-    assert (table["A"], table["Ġ"], table["Ċ"]) == (0x41, 0x20, 0x0A)  # as every such tokenizer.json has them
-
-
 @pytest.mark.parametrize(
     ("content", "message"),
     [
@@ -114,6 +110,17 @@ def test_the_bytes_of_a_byte_level_vocabulary() -> None:
         ({"prompt": "a", "steps": [{"token": True}]}, "token id True"),
         ({"prompt": "a", "steps": [{"token": 5, "top_logprobs": [{"token": 5}]}]}, "record 0: no 'logprob'"),
         ("text", "record 0: "),
+        ({"prompt": " ", "steps": [{"token": 5}]}, "prompt ' ', expected text"),
+        ({"prompt": 7, "steps": [{"token": 5}]}, "prompt 7, expected text"),
+        ({"prompt": "a", "steps": [{"token": {"bytes": 99999999999999}}]}, "bytes 99999999999999, expected a list"),
+        (
+            {"prompt": "a", "steps": [{"token": 5, "top_logprobs": [{"token": 5, "logprob": float("nan")}]}]},
+            "logprob nan, expected a finite number",
+        ),
+        (
+            {"prompt": "a", "steps": [{"token": 5, "top_logprobs": [{"token": 5, "logprob": float("-inf")}]}]},
+            "logprob -inf, expected a finite number",
+        ),
     ],
 )
 def test_what_cannot_be_used(compared: Callable[..., Any], content: Any, message: str) -> None:
@@ -122,11 +129,42 @@ def test_what_cannot_be_used(compared: Callable[..., Any], content: Any, message
     assert message in str(caught.value)
 
 
-def test_a_file_that_is_no_json(session: Session, tmp_path: Path) -> None:
+def test_a_vector_that_does_not_fit_is_named(tmp_path: Path) -> None:
+    (tmp_path / "long.json").write_text(
+        json.dumps([{"id": "x", "prompt_ids": [5] * 100, "steps": [{"token": 5}] * 30}])
+    )
+    with pytest.raises(StrawError, match=r"long\.json: record 0 \(x\) takes 129 tokens, the context has 128"):
+        read_vectors(tmp_path / "long.json", READER)
+    assert read_vectors(tmp_path / "long.json", READER._replace(context=129))
+
+
+def test_every_token_of_the_vocabulary_by_its_bytes() -> None:
+    """Against the tokenizer's own decoder, where a token is text by itself."""
+    tokenizer = READER.tokenizer
+    assert tokenizer is not None
+    texts = tokenizer.decode_batch([[n] for n in range(READER.vocab_size)], skip_special_tokens=False)
+    spelled = token_bytes(tokenizer)
+    assert all(own == text.encode() for own, text in zip(spelled, texts, strict=False) if "\ufffd" not in text)
+    assert {bytes([byte]) for byte in range(256)} <= set(spelled)
+
+
+def test_vectors_are_read_before_the_model_is_opened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "deep.json").write_text("[" * 100_000)
+    monkeypatch.setattr("runtime.opening.open_model", lambda *_, **__: pytest.fail("opened"))
+    for options in (["--vectors", str(tmp_path / "deep.json")], ["--vectors", str(tmp_path / "none.json")]):
+        with pytest.raises(SystemExit) as ended:
+            main(["eval", str(DEMO), *options])
+        assert ended.value.code == 1
+        assert "cannot be used as vectors" in capsys.readouterr().err
+
+
+def test_a_file_that_is_no_json(tmp_path: Path) -> None:
     (tmp_path / "half.json").write_text('{"prompt": "a", "ste')
     for name, reason in (("half.json", "Unterminated string"), ("missing.json", "No such file")):
         with pytest.raises(StrawError, match=reason):
-            read_vectors(tmp_path / name, session)
+            read_vectors(tmp_path / name, READER)
 
 
 def test_the_command(
