@@ -21,6 +21,7 @@ from tqdm import tqdm
 
 from kernels import tuning
 from kernels.cases import Case, relative_rms
+from kernels.measurement import document
 from kernels.sweep import sweep_us
 from kernels.timing import eager_us, graph_us, num_sets
 
@@ -115,10 +116,12 @@ def main(
     if tune:
         tuning.ship(device)
     typer.echo("\n".join(table(rows)))
-    document = {"results": [asdict(row) for row in rows]}
+    measured = json.dumps(
+        document("operators against a read-only sweep", "kernels.bench", [asdict(row) for row in rows])
+    )
     if out is not None:
-        out.write_text(json.dumps(document) + "\n")
-    typer.echo(json.dumps(document))
+        out.write_text(measured + "\n")
+    typer.echo(measured)
 
 
 if __name__ == "__main__":

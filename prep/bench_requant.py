@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from kernels.formats import CODES, PLANES, split_slab
+from kernels.measurement import document
 from prep.jobs import say
 from prep.requant import WRITERS, describe_requant, requant
 from prep.slab_io import BlockRing, SlabFile, batches, read_ahead
@@ -46,7 +47,6 @@ from runtime.manifest import (
     read_manifest,
     write_manifest,
 )
-from runtime.measurement import document
 from runtime.store.arena import HostArena, view_bytes
 from runtime.store.reader import SlabReader
 

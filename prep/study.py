@@ -22,11 +22,11 @@ from torch import Tensor
 
 from kernels.expert import expert_ffn
 from kernels.formats import Matrix, dequantize_fp4, dequantize_int2, dequantize_quad2, quantize_fp4
+from kernels.measurement import document
 from kernels.split import dequantize_base, merge_split
 from prep.solvers.clip import solve_absmax, solve_clip
 from prep.solvers.quad import solve_quad, train_quad
 from prep.solvers.split import exponents_present, solve_split, train_split
-from runtime.measurement import document
 
 Approximate = Callable[[Matrix], Tensor]  # FP4 matrices -> the float32 values a code gives them
 Expert = tuple[Matrix, Matrix, Matrix]  # w1, w3, w2 in FP4

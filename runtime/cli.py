@@ -295,8 +295,8 @@ def _bench_prompts(
 
     from tqdm import tqdm
 
+    from kernels.measurement import document
     from runtime.bench_prompts import RESULT, PromptRun, results, run_prompts, save_transcript, table
-    from runtime.measurement import document
 
     drawn = asdict(sampling)
     del drawn["max_new_tokens"]  # each prompt has its own
@@ -323,9 +323,9 @@ def _bench_replay(model: str, force_tokens: Path, variants: str, lengths: tuple[
     session = _open(model, prefetch=prefetch_for(names), **options)
     from tqdm import tqdm
 
+    from kernels.measurement import document
     from runtime.bench import BenchSettings, forced_ids, run_bench
     from runtime.bench_report import results, table
-    from runtime.measurement import document
 
     settings = BenchSettings(names, *lengths)
     measured = run_bench(session, forced_ids(force_tokens, session), settings)
@@ -367,9 +367,9 @@ def tune(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be tried, and end.")] = False,
 ) -> None:
     """Find the fastest ladder, pool shares and prefetch within a quality budget; chat and generate then use them. Resumes."""
+    from kernels.measurement import document
     from runtime.devices import compute_device
     from runtime.eval_rows import read_model
-    from runtime.measurement import document
     from runtime.tune import plan_for, results, save, table
     from runtime.tune import tune as tune_model
     from runtime.tune_trials import TuneSettings
@@ -471,9 +471,9 @@ def evaluate(
         raise typer.BadParameter("expected --text FILE with --ladder or --sweep, or --vectors FILE")
     if sweep and (ladder or residency or code or not renormalise):
         raise typer.BadParameter("--sweep chooses --ladder, --residency, --code and --renormalise itself")
+    from kernels.measurement import document
     from runtime.devices import compute_device
     from runtime.eval_rows import Row, read_model, sweep_rows
-    from runtime.measurement import document
     from runtime.sweep import EvalSettings, run
     from runtime.sweep_report import PICTURE, draw, read_speeds, table, with_speeds
     from runtime.sweep_speed import measure_speeds
@@ -534,7 +534,7 @@ def _speed_settings(opened: Measured, name: str, prompts: Path | None) -> SpeedS
 def _print_vectors(model: str, path: Path, out: Path | None, ladders: list[str], options: dict[str, Any]) -> None:
     if len(ladders) > 1:
         raise typer.BadParameter("--vectors takes one --ladder at most")
-    from runtime.measurement import document
+    from kernels.measurement import document
     from runtime.vectors import compare, lines, read_vectors, reader_of
 
     vectors = read_vectors(path, reader_of(model, options["context"]))  # before a model that takes minutes to open

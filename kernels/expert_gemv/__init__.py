@@ -10,13 +10,25 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kernels.expert_gemv.kernel import add_kernel, down_kernel, gate_up_kernel, pack_kernel
+from kernels.expert_gemv.kernel import add_kernel, expert_kernel, pack_kernel
 from kernels.expert_gemv.slabs import Picks, Rows
 from kernels.formats import GROUP_SIZE
 from kernels.tuning import Config, choose
 
-GATE_UP = tuple({"ROWS": rows, "num_warps": warps} for rows, warps in ((8, 4), (4, 2), (8, 2), (16, 8), (4, 1)))
-DOWN = tuple({"ROWS": rows, "num_warps": warps} for rows, warps in ((16, 4), (32, 4), (16, 2), (32, 8), (8, 2)))
+# Rows of a tile, tiles of a program, warps: from four to eight rows a lane, from one wave of programs to several.
+CONFIGS = tuple(
+    {"ROWS": rows, "TILES": tiles, "num_warps": warps}
+    for rows, tiles, warps in (
+        (16, 2, 4),
+        (16, 1, 4),
+        (8, 2, 1),
+        (8, 1, 1),
+        (4, 2, 1),
+        (4, 4, 1),
+        (8, 4, 2),
+        (32, 1, 4),
+    )
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,25 +79,27 @@ def launch(
 ) -> Tensor:
     """`expert_gemv` unchecked; fast=False decodes without inline assembly, as the interpreter must."""
     num_picks, width, hidden = out.shape[0], workspace.hidden.shape[1], x.shape[1]
-    tables = (rows.level_scales, rows.levels.view(torch.int64), rows.split_rows)
     chained = fast and torch.cuda.get_device_capability(x.device)[0] >= 9
-    sizes = {"D": hidden, "F": width, "FAST": fast, "CHAINED": chained, "launch_pdl": chained}
+    common = {"LIMIT": limit, "FAST": fast, "CHAINED": chained, "launch_pdl": chained}
+    tables = (picks.normalisers, rows.level_scales, rows.levels.view(torch.int64), rows.split_rows)
 
     def gate_up(config: Config) -> None:
-        grid = (-(-width // config["ROWS"]), num_picks)
-        inputs = (*_words(workspace.x), picks.slabs, picks.kinds, picks.tokens, picks.normalisers, *tables)
-        gate_up_kernel[grid](*inputs, workspace.hidden, LIMIT=limit, BLOCK_G=_lanes(hidden), **sizes, **config)
+        grid = (-(-width // (config["ROWS"] // 2 * config["TILES"])), num_picks)
+        inputs = (*_words(workspace.x), picks.slabs, picks.kinds, picks.tokens, picks.weights, *tables)
+        sizes = {"UP": True, "HEIGHT": width, "GROUPS": hidden // GROUP_SIZE, "BLOCK_G": _lanes(hidden)}
+        expert_kernel[grid](*inputs, workspace.hidden, **sizes, **common, **config)
 
     def down(config: Config) -> None:
-        grid = (-(-hidden // config["ROWS"]), num_picks)
-        inputs = (*_words(workspace.packed_hidden), picks.slabs, picks.kinds, picks.weights, picks.normalisers, *tables)
-        down_kernel[grid](*inputs, out, BLOCK_G=_lanes(width), **sizes, **config)
+        grid = (-(-hidden // (config["ROWS"] * config["TILES"])), num_picks)
+        inputs = (*_words(workspace.packed_hidden), picks.slabs, picks.kinds, None, picks.weights, *tables)
+        sizes = {"UP": False, "HEIGHT": hidden, "GROUPS": width // GROUP_SIZE, "BLOCK_G": _lanes(width)}
+        expert_kernel[grid](*inputs, out, **sizes, **common, **config)
 
     shape = f"{hidden}x{width}"
     _pack(x, workspace.x, chained=False)
-    gate_up(choose("expert_gemv", f"gate_up/{shape}", GATE_UP, gate_up, x.device))
+    gate_up(choose("expert_gemv", f"gate_up/{shape}", CONFIGS, gate_up, x.device))
     _pack(workspace.hidden[:num_picks], workspace.packed_hidden, chained)
-    down(choose("expert_gemv", f"down/{shape}", DOWN, down, x.device))
+    down(choose("expert_gemv", f"down/{shape}", CONFIGS, down, x.device))
     return out
 
 

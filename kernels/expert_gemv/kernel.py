@@ -82,7 +82,7 @@ def _bytes(address, rows, group, mask, GROUPS: tl.constexpr, EVEN: tl.constexpr)
 @triton.jit
 def _activations(packed, group, inside, GROUPS: tl.constexpr, EVEN: tl.constexpr):
     """The sixteen words [1, G] of groups, as a tuple."""
-    x: tl.tuple = ()  # type: ignore[assignment]
+    x: tl.tuple = ()
     for pair in tl.static_range(PAIRS):
         x = x + (_load(packed + pair * GROUPS + group, inside, EVEN)[None, :],)  # noqa: RUF005 - Triton's tuples only add
     return x
@@ -108,13 +108,28 @@ def _halves(pair):
 
 
 @triton.jit
+def _tile_rows(tile, UP: tl.constexpr, ROWS: tl.constexpr):
+    """Matrix (0 to 2: w1, w3, w2) and row in it of each of a tile's ROWS rows; w1 and w3 take half of them each."""
+    number = tl.arange(0, ROWS)
+    if UP:
+        matrix, row = number // (ROWS // 2), tile * (ROWS // 2) + number % (ROWS // 2)
+    else:
+        matrix, row = number * 0 + 2, tile * ROWS + number
+    return matrix, row
+
+
+@triton.jit
 def _fetch(
-    slab, residual, matrix, rows, valid, start,
-    KIND: tl.constexpr, WEIGHTS: tl.constexpr, GROUPS: tl.constexpr, BLOCK_G: tl.constexpr, EVEN: tl.constexpr,
+    slab, residual, first_tile, step,
+    KIND: tl.constexpr, UP: tl.constexpr, HEIGHT: tl.constexpr, GROUPS: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK_G: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """What one group of each row is made of, as a tuple: its byte, then its code words; `matrix` [N] numbers w1, w3, w2."""
-    CODE_BYTES: tl.constexpr = WEIGHTS // (2 if KIND == FP4 else 4)
-    begin = slab + matrix.to(tl.int64) * (CODE_BYTES + WEIGHTS // 32)
+    """What one group of each row of a step's tile is made of, as a tuple: its byte, then its code words."""
+    STEPS: tl.constexpr = (GROUPS + BLOCK_G - 1) // BLOCK_G
+    CODE_BYTES: tl.constexpr = HEIGHT * GROUPS * (16 if KIND == FP4 else 8)
+    matrix, rows = _tile_rows(first_tile + step // STEPS, UP, ROWS)
+    start, valid = step % STEPS * BLOCK_G, rows < HEIGHT
+    begin = slab + matrix.to(tl.int64) * (CODE_BYTES + HEIGHT * GROUPS)
     group = start + tl.arange(0, BLOCK_G)
     mask = (group < GROUPS)[None, :] & valid[:, None]
     byte = _bytes(begin + CODE_BYTES, rows, group, mask, GROUPS, EVEN)
@@ -146,126 +161,109 @@ def _group_dots(fetched, x, row_offset, levels, split_rows, KIND: tl.constexpr, 
 
 
 @triton.jit
-def _scaled_dots(
-    fetched, start, valid, packed, inverse_scales, row_offset, levels, split_rows,
-    KIND: tl.constexpr, GROUPS: tl.constexpr, BLOCK_G: tl.constexpr, EVEN: tl.constexpr, FAST: tl.constexpr,
+def _step_dots(
+    fetched, first_tile, step, packed, inverse_scales, levels, split_rows,
+    KIND: tl.constexpr, UP: tl.constexpr, HEIGHT: tl.constexpr, GROUPS: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK_G: tl.constexpr, EVEN: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
-    """`_group_dots` of the groups from `start` on, their activations' scale undone; zero outside."""
-    group = start + tl.arange(0, BLOCK_G)
+    """`_group_dots` of a step, its activations' scale undone; zero outside."""
+    STEPS: tl.constexpr = (GROUPS + BLOCK_G - 1) // BLOCK_G
+    matrix, rows = _tile_rows(first_tile + step // STEPS, UP, ROWS)
+    group = step % STEPS * BLOCK_G + tl.arange(0, BLOCK_G)
     inside = group < GROUPS
     x = _activations(packed, group, inside, GROUPS, EVEN)
-    dots = _group_dots(fetched, x, row_offset, levels, split_rows, KIND, FAST)
+    dots = _group_dots(fetched, x, matrix * 256, levels, split_rows, KIND, FAST)
     dots *= _load(inverse_scales + group, inside, EVEN)[None, :]
     if not EVEN:
-        dots = tl.where(inside[None, :] & valid[:, None], dots, 0.0)
+        dots = tl.where(inside[None, :] & (rows < HEIGHT)[:, None], dots, 0.0)
     return dots
 
 
 @triton.jit
-def row_dots(
-    slab, residual, matrix, rows, valid, packed, inverse_scales, levels, split_rows,
-    KIND: tl.constexpr, WEIGHTS: tl.constexpr, GROUPS: tl.constexpr, BLOCK_G: tl.constexpr,
-    EVEN: tl.constexpr, FAST: tl.constexpr, CHAINED: tl.constexpr,
+def _finish(
+    total, tile, level_scales, normalisers, weight, out,
+    KIND: tl.constexpr, UP: tl.constexpr, HEIGHT: tl.constexpr, ROWS: tl.constexpr, LIMIT: tl.constexpr,
 ):  # fmt: skip
-    """Dot products [N] of matrix rows with one packed vector, but for the levels' scale and the normaliser.
+    """Stores a tile's results: the clamped SwiGLU of w1 and w3, or w2's rows times the route weight."""
+    matrix, row = _tile_rows(tile, UP, ROWS)
+    dots = tl.sum(total, 1)
+    if KIND == TWO_BIT:
+        dots *= tl.load(level_scales + matrix) * tl.load(normalisers + matrix)
+    if UP:
+        gate, up = tl.split(tl.trans(tl.reshape(dots, (2, ROWS // 2))))
+        gate, up = tl.minimum(gate, LIMIT), tl.minimum(tl.maximum(up, -LIMIT), LIMIT)
+        row = tile * (ROWS // 2) + tl.arange(0, ROWS // 2)
+        tl.store(out + row, gate / (1 + tl.exp(-gate)) * up, mask=row < HEIGHT)
+    else:
+        tl.store(out + row, dots * weight, mask=row < HEIGHT)
 
-    The next groups are under way while these are computed. slab, residual: Byte addresses. matrix, rows, valid: [N].
-    """
-    total = tl.zeros((rows.shape[0], BLOCK_G), tl.float32)
-    offset = matrix * 256
-    LAST: tl.constexpr = (GROUPS - 1) // BLOCK_G * BLOCK_G
-    fetched = _fetch(slab, residual, matrix, rows, valid, 0, KIND, WEIGHTS, GROUPS, BLOCK_G, EVEN)
+
+@triton.jit
+def _tiles(
+    slab, residual, first_tile, packed, inverse_scales, levels, split_rows, level_scales, normalisers, weight, out,
+    KIND: tl.constexpr, UP: tl.constexpr, HEIGHT: tl.constexpr, GROUPS: tl.constexpr, LIMIT: tl.constexpr,
+    ROWS: tl.constexpr, TILES: tl.constexpr, BLOCK_G: tl.constexpr, FAST: tl.constexpr, CHAINED: tl.constexpr,
+):  # fmt: skip
+    """TILES tiles of one pick, one after the other; the next step's weights are under way while one step is computed."""
+    STEPS: tl.constexpr = (GROUPS + BLOCK_G - 1) // BLOCK_G
+    EVEN: tl.constexpr = (GROUPS % BLOCK_G == 0) and (HEIGHT % (ROWS // 2 * TILES if UP else ROWS * TILES) == 0)
+    fetched = _fetch(slab, residual, first_tile, 0, KIND, UP, HEIGHT, GROUPS, ROWS, BLOCK_G, EVEN)
     if CHAINED:
         gdc_wait()
-    for start in range(0, LAST, BLOCK_G):
-        ahead = _fetch(slab, residual, matrix, rows, valid, start + BLOCK_G, KIND, WEIGHTS, GROUPS, BLOCK_G, EVEN)
-        total += _scaled_dots(
-            fetched, start, valid, packed, inverse_scales, offset, levels, split_rows, KIND, GROUPS, BLOCK_G, EVEN, FAST
+    total = tl.zeros((ROWS, BLOCK_G), tl.float32)
+    for step in range(0, TILES * STEPS - 1):
+        ahead = _fetch(slab, residual, first_tile, step + 1, KIND, UP, HEIGHT, GROUPS, ROWS, BLOCK_G, EVEN)
+        total += _step_dots(
+            fetched, first_tile, step, packed, inverse_scales, levels, split_rows,
+            KIND, UP, HEIGHT, GROUPS, ROWS, BLOCK_G, EVEN, FAST,
         )  # fmt: skip
+        if step % STEPS == STEPS - 1:
+            tile = first_tile + step // STEPS
+            _finish(total, tile, level_scales, normalisers, weight, out, KIND, UP, HEIGHT, ROWS, LIMIT)
+            total = tl.zeros((ROWS, BLOCK_G), tl.float32)
         fetched = ahead
-    total += _scaled_dots(
-        fetched, LAST, valid, packed, inverse_scales, offset, levels, split_rows, KIND, GROUPS, BLOCK_G, EVEN, FAST
+    total += _step_dots(
+        fetched, first_tile, TILES * STEPS - 1, packed, inverse_scales, levels, split_rows,
+        KIND, UP, HEIGHT, GROUPS, ROWS, BLOCK_G, EVEN, FAST,
     )  # fmt: skip
-    return tl.sum(total, 1)
+    _finish(total, first_tile + TILES - 1, level_scales, normalisers, weight, out, KIND, UP, HEIGHT, ROWS, LIMIT)
 
 
 @triton.jit
-def any_row_dots(
-    slab, residual, matrix, rows, valid, packed, inverse_scales, levels, split_rows, kind, level_scales, normalisers,
-    WEIGHTS: tl.constexpr, GROUPS: tl.constexpr, BLOCK_G: tl.constexpr, EVEN: tl.constexpr, FAST: tl.constexpr,
-    CHAINED: tl.constexpr,
+def expert_kernel(
+    packed, inverse_scales, slabs, kinds, vectors, weights, normalisers, level_scales, levels, split_rows, out,
+    UP: tl.constexpr, HEIGHT: tl.constexpr, GROUPS: tl.constexpr, LIMIT: tl.constexpr,
+    ROWS: tl.constexpr, TILES: tl.constexpr, BLOCK_G: tl.constexpr, FAST: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
-    """`row_dots` of a pick of any kind, whole: level_scales and normalisers point to those of w1, w3, w2."""
-    if kind == FP4:
-        dots = row_dots(
-            slab, residual, matrix, rows, valid, packed, inverse_scales, levels, split_rows,
-            FP4, WEIGHTS, GROUPS, BLOCK_G, EVEN, FAST, CHAINED,
-        )  # fmt: skip
-    elif kind == TWO_BIT:
-        dots = row_dots(
-            slab, residual, matrix, rows, valid, packed, inverse_scales, levels, split_rows,
-            TWO_BIT, WEIGHTS, GROUPS, BLOCK_G, EVEN, FAST, CHAINED,
-        )  # fmt: skip
-        dots *= tl.load(level_scales + matrix) * tl.load(normalisers + matrix)
-    else:
-        dots = row_dots(
-            slab, residual, matrix, rows, valid, packed, inverse_scales, levels, split_rows,
-            SPLIT, WEIGHTS, GROUPS, BLOCK_G, EVEN, FAST, CHAINED,
-        )  # fmt: skip
-    return dots
+    """Half of an expert for every pick: UP, silu(min(w1·x, limit)) * clamp(w3·x, ±limit), else route weight * w2·x.
 
-
-@triton.jit
-def gate_up_kernel(
-    packed, inverse_scales, slabs, kinds, tokens, normalisers, level_scales, levels, split_rows,
-    hidden,
-    D: tl.constexpr, F: tl.constexpr, LIMIT: tl.constexpr, ROWS: tl.constexpr, BLOCK_G: tl.constexpr, FAST: tl.constexpr,
-    CHAINED: tl.constexpr,
-):  # fmt: skip
-    """silu(min(w1·x, limit)) * clamp(w3·x, ±limit) of ROWS rows of one pick, float32."""
+    vectors: Which packed vector a pick takes; None for its own number. out: float32 [P, HEIGHT]. GROUPS: Columns / 32.
+    """
     if CHAINED:
         gdc_launch_dependents()
-    pick, first = tl.program_id(1), tl.program_id(0) * ROWS
-    kind, token = tl.load(kinds + pick), tl.load(tokens + pick).to(tl.int64)
+    pick, first_tile = tl.program_id(1), tl.program_id(0) * TILES
+    kind, weight = tl.load(kinds + pick), tl.load(weights + pick)
+    vector = (pick if vectors is None else tl.load(vectors + pick)).to(tl.int64)
     slab, residual = tl.load(slabs + pick * 2) * 16, tl.load(slabs + pick * 2 + 1) * 16
-    if kind >= 0:
-        number = tl.arange(0, 2 * ROWS)
-        row = first + number % ROWS
-        dots = any_row_dots(
-            slab, residual, number // ROWS, row, row < F,
-            packed + token * (D // 2), inverse_scales + token * (D // 32), levels, split_rows,
-            kind, level_scales, normalisers + pick * 3,
-            F * D, D // 32, BLOCK_G, (F % ROWS == 0) and (D // 32 % BLOCK_G == 0), FAST, CHAINED,
+    x, scales = packed + vector * (GROUPS * PAIRS), inverse_scales + vector * GROUPS
+    factors, row_out = normalisers + pick * 3, out + pick.to(tl.int64) * HEIGHT
+    if kind == FP4:
+        _tiles(
+            slab, residual, first_tile, x, scales, levels, split_rows, level_scales, factors, weight, row_out,
+            FP4, UP, HEIGHT, GROUPS, LIMIT, ROWS, TILES, BLOCK_G, FAST, CHAINED,
         )  # fmt: skip
-        gate, up = tl.split(tl.trans(tl.reshape(dots, (2, ROWS))))
-        gate, up = tl.minimum(gate, LIMIT), tl.minimum(tl.maximum(up, -LIMIT), LIMIT)
-        row = first + tl.arange(0, ROWS)
-        tl.store(hidden + pick.to(tl.int64) * F + row, gate / (1 + tl.exp(-gate)) * up, mask=row < F)
+    elif kind == TWO_BIT:
+        _tiles(
+            slab, residual, first_tile, x, scales, levels, split_rows, level_scales, factors, weight, row_out,
+            TWO_BIT, UP, HEIGHT, GROUPS, LIMIT, ROWS, TILES, BLOCK_G, FAST, CHAINED,
+        )  # fmt: skip
+    elif kind == SPLIT:
+        _tiles(
+            slab, residual, first_tile, x, scales, levels, split_rows, level_scales, factors, weight, row_out,
+            SPLIT, UP, HEIGHT, GROUPS, LIMIT, ROWS, TILES, BLOCK_G, FAST, CHAINED,
+        )  # fmt: skip
     elif CHAINED:
         gdc_wait()  # so that whoever waits for this kernel has waited for the one before
-
-
-@triton.jit
-def down_kernel(
-    packed, inverse_scales, slabs, kinds, weights, normalisers, level_scales, levels, split_rows, out,
-    D: tl.constexpr, F: tl.constexpr, ROWS: tl.constexpr, BLOCK_G: tl.constexpr, FAST: tl.constexpr,
-    CHAINED: tl.constexpr,
-):  # fmt: skip
-    """out[pick, rows] = route weight * w2·hidden, float32."""
-    pick = tl.program_id(1)
-    kind = tl.load(kinds + pick)
-    slab, residual = tl.load(slabs + pick * 2) * 16, tl.load(slabs + pick * 2 + 1) * 16
-    if kind >= 0:
-        row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-        dots = any_row_dots(
-            slab, residual, row * 0 + 2, row, row < D,
-            packed + pick.to(tl.int64) * (F // 2), inverse_scales + pick * (F // 32), levels, split_rows,
-            kind, level_scales, normalisers + pick * 3,
-            F * D, F // 32, BLOCK_G, (D % ROWS == 0) and (F // 32 % BLOCK_G == 0), FAST, CHAINED,
-        )  # fmt: skip
-        tl.store(out + pick.to(tl.int64) * D + row, dots * tl.load(weights + pick), mask=row < D)
-    elif CHAINED:
-        gdc_wait()
 
 
 @triton.jit

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import torch
 
+from kernels.measurement import document
 from prep import experiments
 from prep.experiments.measure import measure
-from runtime.measurement import document
 
 
 def main() -> None:

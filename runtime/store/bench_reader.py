@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from runtime.measurement import document
+from kernels.measurement import document
 from runtime.store.arena import HostArena, view_bytes
 from runtime.store.reader import SlabReader
 

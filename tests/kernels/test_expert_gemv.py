@@ -2,24 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
+from ptx import sum_of_products
 from torch import Tensor
+from triton.language import constexpr
 
 from kernels import tuning
 from kernels.cases import ONE_ROUNDING, TWO_ROUNDINGS, Case, relative_rms
-from kernels.expert_gemv import DOWN, GATE_UP, add_picks, expert_gemv, launch
+from kernels.expert_gemv import CONFIGS, add_picks, decode, expert_gemv, launch
 from kernels.expert_gemv.cases import Inputs, cases, make, reference, run
 from kernels.expert_gemv.reference import add_picks_reference
 from kernels.expert_gemv.slabs import SKIP, split_rows
-from kernels.split import SplitTable
+from kernels.formats import E2M1_VALUES, PLANES, split_slab
+from kernels.split import ORDERED_CODES, SplitTable, merge_split
 
 CPU = torch.device("cpu")
 CUDA = torch.device("cuda")
 ONE_CODE = [("fp4", "quad2"), ("int2", "fp4"), ("split", "base")]
-SHAPES = [(64, 32), (96, 160), (1120, 96)]  # D, F; 1120 is 35 groups: one block of 32 lanes and a part of one
+SHAPES = [(64, 32), (96, 160), (1120, 32)]  # D, F; 1120 is 35 groups: one block of 32 lanes and a part of one
+
+
+@pytest.fixture(autouse=True)
+def few_programs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """High tiles where the interpreter runs: it takes its time by the operation, not by the element."""
+    if request.node.get_closest_marker("gpu") is None:
+        monkeypatch.setattr("kernels.expert_gemv.choose", lambda *_: {"ROWS": 64, "TILES": 1})
 
 
 def interpret(inputs: Inputs) -> Tensor:
@@ -27,11 +35,28 @@ def interpret(inputs: Inputs) -> Tensor:
     return launch(inputs.x, inputs.picks, inputs.rows, inputs.limit, inputs.workspace, inputs.out, fast=False).clone()
 
 
-@pytest.mark.parametrize("formats", ONE_CODE)
-@pytest.mark.parametrize(("hidden", "width"), SHAPES)
+def test_the_assembly_makes_every_weight_exactly() -> None:
+    """Of random words, each weight by an activation of 1: the instructions themselves, run one by one."""
+    generator = torch.Generator().manual_seed(0)
+    words = torch.randint(2**32, (8, 4), generator=generator).tolist()
+    for group in words:
+        _check_decoders(group, torch.randn(4, generator=generator).half())
+
+
+@pytest.mark.parametrize(
+    ("formats", "hidden", "width"),
+    [*((formats, 96, 160) for formats in ONE_CODE), (("fp4", "quad2"), 64, 32), (("split",), 1120, 32)],
+)
 def test_equals_the_definition(formats: tuple[str, ...], hidden: int, width: int) -> None:
     inputs = make(1, CPU, formats, hidden=hidden, width=width, dtype=torch.float32)
     assert relative_rms(interpret(inputs), reference(inputs)) <= ONE_ROUNDING
+
+
+def test_several_tiles_in_one_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs = make(1, CPU, ("fp4",), hidden=96, width=64, dtype=torch.float32)
+    expected = interpret(inputs)
+    monkeypatch.setattr("kernels.expert_gemv.choose", lambda *_: {"ROWS": 32, "TILES": 2})
+    assert relative_rms(interpret(inputs), expected) <= 1e-6
 
 
 def test_both_planes_of_split_give_what_fp4_gives() -> None:
@@ -87,13 +112,13 @@ def test_damage_of_one_per_cent_is_seen(name: str) -> None:
 
 
 def test_a_pick_does_not_depend_on_its_company() -> None:
-    tokens = (0, 1, 2, 1)
-    inputs = make(8, CPU, ("fp4", "quad2", "quad2", "fp4"), hidden=96, width=64, tokens=tokens, dtype=torch.float32)
+    tokens = (1, 0, 1)
+    inputs = make(8, CPU, ("fp4", "quad2", "quad2"), hidden=64, width=32, tokens=tokens, dtype=torch.float32)
     together = interpret(inputs)
     assert torch.equal(interpret(inputs), together)
     for number in range(len(tokens)):
         alone = inputs.picks._make(part[number : number + 1].contiguous() for part in inputs.picks)
-        out = torch.full((1, 96), torch.nan)
+        out = torch.full((1, 64), torch.nan)
         launch(inputs.x, alone, inputs.rows, inputs.limit, inputs.workspace, out, fast=False)
         assert torch.equal(out[0], together[number]), number
 
@@ -153,8 +178,8 @@ def test_assembly_equals_plain_triton(formats: tuple[str, ...], hidden: int, wid
     inputs = make(11, CUDA, formats, hidden=hidden, width=width)
     expected, fast = reference(inputs), run(inputs).clone()
     plain = launch(inputs.x, inputs.picks, inputs.rows, inputs.limit, inputs.workspace, inputs.out, fast=False)
-    assert relative_rms(fast, expected) <= ONE_ROUNDING
-    assert relative_rms(fast, plain) <= ONE_ROUNDING
+    assert relative_rms(fast, expected) <= TWO_ROUNDINGS
+    assert relative_rms(fast, plain) <= TWO_ROUNDINGS
 
 
 @pytest.mark.gpu
@@ -174,11 +199,9 @@ def test_assembly_makes_the_same_weights(formats: tuple[str, ...]) -> None:
 @pytest.mark.parametrize("formats", ONE_CODE)
 def test_every_configuration_gives_the_same_bits(formats: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     inputs, results = make(13, CUDA, formats), []
-    for gate_up in GATE_UP:
-        for down in DOWN:
-            chosen: Callable[..., object] = lambda op, key, *_, a=gate_up, b=down: a if "gate" in key else b  # noqa: E731
-            monkeypatch.setattr("kernels.expert_gemv.choose", chosen)
-            results.append(run(inputs).clone())
+    for config in CONFIGS:
+        monkeypatch.setattr("kernels.expert_gemv.choose", lambda *_, config=config: config)
+        results.append(run(inputs).clone())
     assert all(torch.equal(result, results[0]) for result in results)
 
 
@@ -221,9 +244,6 @@ def test_an_untuned_shape_is_refused_while_a_graph_is_captured(monkeypatch: pyte
 
 def _as_fp4(inputs: Inputs) -> Tensor:
     """The fp4 slab that the pick's base and residual are."""
-    from kernels.formats import PLANES, split_slab
-    from kernels.split import merge_split
-
     hidden, width = inputs.x.shape[1], inputs.workspace.hidden.shape[1]
     slab = torch.zeros(PLANES["fp4"].slab_bytes(hidden, width), dtype=torch.uint8)
     parts = (split_slab(inputs.slabs[0][name], PLANES[name], hidden, width) for name in ("base", "residual"))
@@ -235,3 +255,30 @@ def _as_fp4(inputs: Inputs) -> Tensor:
         target.codes.copy_(merged.codes)
         target.scales.copy_(merged.scales)
     return slab
+
+
+def _check_decoders(words: list[int], levels: Tensor) -> None:
+    level_bytes = levels.view(torch.uint8).tolist()
+    row = [sum(byte << 8 * place for place, byte in enumerate(level_bytes[half::2])) for half in range(2)]
+    ordered = [E2M1_VALUES[code] for code in ORDERED_CODES]
+    for k in range(32):
+        pair = {number: (0x3C00 << 16 * (k % 8 // 4)) * (number == k // 8 * 4 + k % 4) for number in range(16)}
+        fp4 = _run(decode.FP4_PTX, words, pair)
+        assert fp4 * decode.FP4_SCALE.value == E2M1_VALUES[words[k // 8] >> k % 8 * 4 & 15], k
+        base, residual = (words[plane + k // 16] >> k % 16 * 2 & 3 for plane in (0, 2))
+        assert _run(decode.TWO_BIT_PTX, words[:2] + row, pair) == levels[base], k
+        for partition in range(4):
+            if base != partition or residual != 3:
+                split = _run(decode.SPLIT_PTX, words + _cells(partition), pair)
+                assert split * decode.SPLIT_SCALE.value == ordered[4 * base - (base > partition) + residual], k
+
+
+def _cells(partition: int) -> list[int]:
+    early = (None, decode.EARLY_1, decode.EARLY_2, decode.EARLY_3)
+    late = (decode.CELL_0, decode.CELL_1, decode.CELL_2, decode.CELL_3)
+    return [(early[cell] if cell > partition else late[cell]).value for cell in range(4)]  # type: ignore[union-attr]
+
+
+def _run(assembly: constexpr, words: list[int], pairs: dict[int, int]) -> float:
+    operands = dict(enumerate(words, 1)) | {len(words) + 1 + number: word for number, word in pairs.items()}
+    return sum_of_products(assembly.value, operands)

@@ -1,4 +1,7 @@
-"""The frame of a measurement file (`artifacts/measurements/`): what ran where, on which versions of what. Measures nothing."""
+"""The frame of a measurement file (`artifacts/measurements/`): what ran where, on which versions of what. Measures nothing.
+
+Here and not higher up because the lowest benchmark, of kernels, needs it, and imports go down only.
+"""
 
 from __future__ import annotations
 
