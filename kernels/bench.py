@@ -25,7 +25,16 @@ from kernels.measurement import document
 from kernels.sweep import sweep_us
 from kernels.timing import eager_us, graph_us, num_sets
 
-OPS = ("expert_gemv", "expert_gemm", "fp8_linear", "hyper_connections", "decode_attention", "router", "norm")
+OPS = (
+    "expert_gemv",
+    "expert_gemm",
+    "fp8_linear",
+    "hyper_connections",
+    "decode_attention",
+    "router",
+    "norm",
+    "dense_layer",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +75,7 @@ def measure(case: Case, device: torch.device) -> Row:
         **asdict(row)
         | {"us": us, "gb_per_s": case.read_bytes / us / 1e3, "sweep_us": sweep, "share": sweep / us}
         | {"reference_us": eager_us(lambda: case.reference(sets[0]))}
-        | _library(case, sets[:4])
+        | _library(case, sets)
     )
 
 

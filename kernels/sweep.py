@@ -23,7 +23,7 @@ def _sweep_kernel(data, out, count, BLOCK: tl.constexpr):
 
 def sweep_us(read_bytes: int, device: torch.device) -> float:
     """Microseconds to read so many bytes of device memory, by the best of a few block sizes."""
-    count = -(-read_bytes // 4)
+    count = -(-read_bytes // 64) * 16  # whole 16-byte loads
     sets = [torch.randint(2**31 - 1, (count,), dtype=torch.int32, device=device) for _ in range(num_sets(read_bytes))]
     out = torch.empty(-(-count // 1024), dtype=torch.int32, device=device)
 

@@ -18,6 +18,7 @@ from kernels.expert_gemm.kernel import hidden_kernel, output_kernel
 from kernels.expert_gemm.plan import plan_tiles
 from kernels.expert_gemv.slabs import FP4, SPLIT, TWO_BIT, Rows
 from kernels.formats import BLOCK_SIZE
+from kernels.fp8_linear import shared_bytes
 from kernels.tuning import Config, choose
 
 ALL_KINDS = (FP4, TWO_BIT, SPLIT)
@@ -95,16 +96,19 @@ def launch_gemm(call: Call, kinds: Collection[int] = ALL_KINDS, *, portable: boo
     shape = f"{call.x.shape[1]}x{call.hidden.shape[1]}"
     key = f"{shape} n{average} kinds {''.join(map(str, sorted(kinds)))} {str(call.out.dtype)[6:]}"
     run = partial(_launch, call, sorted(kinds), portable)
-    run(choose("expert_gemm", key, candidates(average), run, call.x.device))
+    run(choose("expert_gemm", key, candidates(average, call.x.device), run, call.x.device))
     return call.out
 
 
-def candidates(average: int) -> list[Config]:
-    """Configurations of equal bits: rows and picks of a tile, for so many picks an expert (a power of two)."""
-    tokens = min(64, max(16, average))
+def candidates(average: int, device: torch.device) -> list[Config]:
+    """Configurations of equal bits: rows and picks of a tile, for so many picks an expert (a power of two), that fit this card."""
+    tokens, limit = min(64, max(16, average)), shared_bytes(device)
     sizes = [(64, tokens, 4, 3), (128, tokens, 8, 3), (64, tokens, 4, 4), (64, max(16, tokens // 2), 4, 3)]
+    if average > 64:
+        sizes += [(64, 128, 4, 3), (128, 128, 8, 3)]
     names = ("ROWS", "TOKENS", "num_warps", "num_stages")
-    return [dict(zip(names, size, strict=True)) for size in dict.fromkeys(sizes)]
+    fitting = [size for size in dict.fromkeys(sizes) if (256 * size[1] + 128 * size[0]) * size[3] <= limit]
+    return [dict(zip(names, size, strict=True)) for size in fitting]
 
 
 def by_place(x: Tensor) -> Tensor:

@@ -58,10 +58,11 @@ def _add_product(total, weights, x, present, PORTABLE: tl.constexpr):
 def _multiplied(
     total,  # [ROWS, TOKENS]
     values,  # pointers to x of place 0, [32, TOKENS]
+    whole,  # pointers to x of the block, [128, TOKENS]
     present,  # [TOKENS]
     codes,  # pointers [ROWS, 32] to the codes of the block, all places of a group of four in one element
     residual,  # likewise
-    bytes_of_groups,  # pointers [ROWS, 4]
+    group_bytes,  # uint8 [ROWS, 4]
     levels,  # int32 [256, 2]
     split_rows,  # int32 [256]
     KIND: tl.constexpr,
@@ -70,7 +71,7 @@ def _multiplied(
 ):
     """total + weights · x over one block of 128 columns."""
     packed = tl.load(codes)
-    rows = tl.load(bytes_of_groups).to(tl.int32)
+    rows = group_bytes.to(tl.int32)
     if KIND == FP4:
         scale = _scale(rows, ROWS)
     elif KIND == TWO_BIT:
@@ -97,11 +98,17 @@ def _multiplied(
             first, second, third, fourth = two_bit_weights(packed, low, high)
         else:
             first, second, third, fourth = merged_weights(packed, places, complement, scale)
-        total = _add_product(total, first, values, present, PORTABLE)
-        total = _add_product(total, second, values + QUARTER, present, PORTABLE)
-        total = _add_product(total, third, values + 2 * QUARTER, present, PORTABLE)
-        total = _add_product(total, fourth, values + 3 * QUARTER, present, PORTABLE)
+        even, odd = tl.join(first, third), tl.join(second, fourth)
+        weights = tl.join(even, odd).permute(0, 2, 3, 1).reshape([ROWS, BLOCK])  # by place, as x lies
+        block = tl.load(whole, mask=present[None, :], other=0.0)
+        total = tl.dot(weights, block, total)
     return total
+
+
+@triton.jit
+def _bytes_ahead(pointers, block, BLOCKS: tl.constexpr):
+    """The bytes of the groups of the block after this one; the last block's again after the last."""
+    return tl.load(pointers + tl.minimum(block + 1, BLOCKS - 1) * GROUPS)
 
 
 @triton.jit
@@ -156,6 +163,7 @@ def hidden_kernel(
     present = lanes < tl.load(tile + 3)
     pick = tl.load(order + lanes, mask=present, other=0)
     values = x + (pick // picks_per_token)[None, :] * D + tl.arange(0, QUARTER)[:, None]
+    whole = x + (pick // picks_per_token)[None, :] * D + tl.arange(0, BLOCK)[:, None]
     # The tile's rows are taken in such an order that the hidden values lie by place where they are stored.
     places = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     rows = (places // BLOCK) * BLOCK + places % QUARTER * PLACES + places // QUARTER % PLACES
@@ -163,14 +171,18 @@ def hidden_kernel(
     codes_up, residual_up, group_bytes_up = _matrix(slabs, expert, rows, 1, F, D, KIND)
     gate = tl.zeros([ROWS, TOKENS], tl.float32)
     up = tl.zeros([ROWS, TOKENS], tl.float32)
+    bytes_next, bytes_next_up = tl.load(group_bytes), tl.load(group_bytes_up)
     for block in range(0, D // BLOCK):
         at = block * QUARTER
+        bytes_here, bytes_here_up = bytes_next, bytes_next_up
+        bytes_next = _bytes_ahead(group_bytes, block, D // BLOCK)
+        bytes_next_up = _bytes_ahead(group_bytes_up, block, D // BLOCK)
         gate = _multiplied(
-            gate, values + block * BLOCK, present, codes + at, residual + at, group_bytes + block * GROUPS,
+            gate, values + block * BLOCK, whole + block * BLOCK, present, codes + at, residual + at, bytes_here,
             levels, split_rows, KIND, ROWS, PORTABLE,
         )  # fmt: skip
         up = _multiplied(
-            up, values + block * BLOCK, present, codes_up + at, residual_up + at, group_bytes_up + block * GROUPS,
+            up, values + block * BLOCK, whole + block * BLOCK, present, codes_up + at, residual_up + at, bytes_here_up,
             levels + 512, split_rows + 256, KIND, ROWS, PORTABLE,
         )  # fmt: skip
     if KIND == TWO_BIT:
@@ -209,13 +221,17 @@ def output_kernel(
     present = lanes < tl.load(tile + 3)
     pick = tl.load(order + lanes, mask=present, other=0)
     values = hidden + lanes.to(tl.int64)[None, :] * F + tl.arange(0, QUARTER)[:, None]
+    whole = hidden + lanes.to(tl.int64)[None, :] * F + tl.arange(0, BLOCK)[:, None]
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     codes, residual, group_bytes = _matrix(slabs, expert, rows, 2, D, F, KIND)
     total = tl.zeros([ROWS, TOKENS], tl.float32)
+    bytes_next = tl.load(group_bytes)
     for block in range(0, F // BLOCK):
         at = block * QUARTER
+        bytes_here = bytes_next
+        bytes_next = _bytes_ahead(group_bytes, block, F // BLOCK)
         total = _multiplied(
-            total, values + block * BLOCK, present, codes + at, residual + at, group_bytes + block * GROUPS,
+            total, values + block * BLOCK, whole + block * BLOCK, present, codes + at, residual + at, bytes_here,
             levels + 1024, split_rows + 512, KIND, ROWS, PORTABLE,
         )  # fmt: skip
     if KIND == TWO_BIT:

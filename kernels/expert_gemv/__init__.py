@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from kernels.expert_gemv.kernel import add_kernel, expert_kernel, pack_kernel
+from kernels.expert_gemv.reference import add_picks_reference
 from kernels.expert_gemv.slabs import Picks, Rows
 from kernels.formats import GROUP_SIZE
 from kernels.tuning import Config, choose
@@ -118,10 +119,24 @@ def add_picks(picks: Tensor, shared: Tensor, out: Tensor) -> Tensor:
     """out = ((pick 0 + pick 1) + … + shared) in float32, rounded once: the layer's sum in rank order.
 
     Args:
-        picks: [T, K, D] float32.
-        shared: [T, D], the shared expert's output.
-        out: [T, D].
+        picks: [T, K, D] float32, contiguous.
+        shared: [T, D] contiguous, the shared expert's output.
+        out: [T, D] contiguous.
+
+    Raises:
+        ValueError: Shapes do not fit each other.
     """
+    tokens, _, hidden = picks.shape
+    for name, tensor in (("shared", shared), ("out", out)):
+        if tensor.shape != (tokens, hidden) or not tensor.is_contiguous():
+            raise ValueError(f"add_picks: {name} is {list(tensor.shape)}, expected contiguous [{tokens}, {hidden}]")
+    if picks.device.type == "cpu":
+        return out.copy_(add_picks_reference(picks, shared, out.dtype))
+    return launch_add(picks, shared, out)
+
+
+def launch_add(picks: Tensor, shared: Tensor, out: Tensor) -> Tensor:
+    """`add_picks` by the kernel, unchecked."""
     tokens, num_picks, hidden = picks.shape
     add_kernel[(-(-hidden // 512), tokens)](picks, shared, out, D=hidden, K=num_picks, BLOCK=512)
     return out

@@ -1,7 +1,8 @@
 """Products of activations with FP8-block matrices: plain, grouped, and the SwiGLU half of the shared expert.
 
 Up to DECODE_TOKENS tokens each weight is read once by a kernel that is bound by these bytes; more tokens take a tiled one.
-Owns no weights and no scratch memory; on a CPU the definitions of `reference.py` run.
+From sm_90 on, a call of few tokens fetches weights before the kernel ahead of it in the stream has ended: only that one
+kernel must not write them. Owns no weights and no scratch memory; on a CPU the definitions of `reference.py` run.
 """
 
 from __future__ import annotations
@@ -15,10 +16,12 @@ from torch import Tensor
 from kernels.formats import BLOCK_SIZE, Matrix
 from kernels.fp8_linear.kernel import decode_kernel, prefill_kernel
 from kernels.fp8_linear.reference import fp8_grouped_linear_reference, fp8_linear_reference, fp8_swiglu_reference
+from kernels.fp8_linear.stream_kernel import stream_kernel
 from kernels.tuning import Config, choose
 
 DECODE_TOKENS = 8
 SHARED_BYTES = 98304  # of the pipeline's buffers in the smallest card; an sm_86 block may have 101,376
+FULL_CARD_ROWS = 65536  # rows of one slice whose warps, 16 rows each, fill 132 SMs about once
 DTYPES = (torch.bfloat16, torch.float32)
 
 
@@ -75,36 +78,40 @@ def launch_linear(
 
 
 def candidates(x: Tensor, matrices: tuple[Matrix, ...]) -> list[Config]:
-    """Configurations of equal bits for these inputs: rows a program and pipeline stages; SPLIT follows from the shape alone."""
+    """Configurations of equal bits for these inputs; for few tokens SPLIT, which orders the sums, follows from the shape alone."""
     if x.shape[0] > DECODE_TOKENS:
         return _prefill_candidates(x, len(matrices))
-    configs, split, limit = [], _split(matrices[0]), _shared_bytes(x.device)
-    for size, stages in ((32, 4), (32, 3), (16, 4), (16, 3), (64, 3), (64, 4), (16, 2)):
-        per_step = split * BLOCK_SIZE * (size * len(matrices) + DECODE_TOKENS * x.element_size())
-        if per_step * (stages - 1) <= limit:
-            configs.append(_config(ROWS=size, SPLIT=split, num_warps=split, num_stages=stages))
-    return configs
+    split = _split(matrices[0])
+    sizes = ((16, 2, 128), (16, 4, 128), (32, 2, 128), (16, 2, 64), (16, 1, 64))
+    names = ("ROWS", "DEPTH", "maxnreg")
+    return [dict(zip(names, size, strict=True)) | {"SPLIT": split, "num_warps": split} for size in sizes]
 
 
 def _prefill_candidates(x: Tensor, matrices: int) -> list[Config]:
-    """Tiles for many tokens: no wider than the tokens, by powers of two, and such that the stages fit the smallest card."""
-    widest = min(128, triton.next_power_of_2(x.shape[0]))
+    """Tiles for many tokens: no wider than the tokens, by powers of two, and such that the stages fit this card."""
+    widest, limit = min(256, triton.next_power_of_2(x.shape[0])), shared_bytes(x.device)
     configs = []
-    for rows, tokens, warps, stages in (
-        (128, 128, 8, 3),
-        (64, 64, 4, 3),
-        (64, 32, 4, 3),
-        (64, 16, 4, 4),
-        (64, 64, 4, 2),
+    for rows, tokens, columns, warps, stages in (
+        (128, 256, 64, 8, 4),
+        (128, 256, 64, 8, 3),
+        (128, 128, 128, 8, 3),
+        (128, 128, 64, 8, 4),
+        (128, 128, 64, 8, 3),
+        (64, 256, 64, 4, 3),
+        (64, 64, 128, 4, 3),
+        (64, 32, 128, 4, 3),
+        (64, 16, 128, 4, 4),
+        (64, 64, 64, 4, 3),
     ):
-        per_step = BLOCK_SIZE * (rows * matrices + tokens * x.element_size())
-        if min(widest // 2, 64) <= tokens <= widest and per_step * (stages - 1) <= SHARED_BYTES:
-            configs.append(_config(ROWS=rows, TOKENS=tokens, num_warps=warps, num_stages=stages))
+        per_step = columns * (rows * matrices + tokens * x.element_size())
+        fits = per_step * stages <= limit and rows * tokens * matrices <= 32 * 1024 * warps // 8
+        if min(widest // 2, 64) <= tokens <= widest and fits:
+            configs.append(_config(ROWS=rows, TOKENS=tokens, COLUMNS=columns, num_warps=warps, num_stages=stages))
     return configs
 
 
 @cache
-def _shared_bytes(device: torch.device) -> int:
+def shared_bytes(device: torch.device) -> int:
     """What a program's pipeline may take on this card; 4 KiB are left for the rest."""
     if device.type == "cpu":
         return SHARED_BYTES
@@ -112,14 +119,21 @@ def _shared_bytes(device: torch.device) -> int:
     return int(triton.runtime.driver.active.utils.get_device_properties(index)["max_shared_mem"]) - 4096
 
 
+@cache
+def _is_chainable(device: torch.device) -> bool:
+    """Whether a kernel may start, and fetch weights, before the one before it in the stream has ended: since sm_90."""
+    return torch.cuda.get_device_capability(device) >= (9, 0)
+
+
 def _config(**sizes: int) -> Config:
     return sizes
 
 
 def _split(matrix: Matrix) -> int:
-    """Slices along K, one a warp: eight where few rows leave too few programs and K has the blocks, else four."""
+    """Slices along K, one a warp: so many that all rows' programs fill a large card's SMs, and no more than K has blocks."""
     rows, columns = matrix.codes.shape
-    return 8 if rows < 8192 and columns >= 32 * BLOCK_SIZE else 4
+    wanted = triton.next_power_of_2(triton.cdiv(FULL_CARD_ROWS, rows))
+    return min(max(4, wanted), max(4, triton.next_power_of_2(columns // BLOCK_SIZE)), 16)
 
 
 def _key(x: Tensor, matrices: tuple[Matrix, ...], out: Tensor) -> str:
@@ -134,8 +148,13 @@ def _launch(x: Tensor, matrices: tuple[Matrix, ...], out: Tensor, limit: float, 
     (tokens, groups, columns), rows = x.shape, matrices[0].codes.shape[0]
     weights = [part for matrix in (matrices[0], matrices[-1]) for part in (_bytes(matrix.codes), matrix.scales)]
     arguments = (x, *weights, out, limit, tokens, rows, rows // groups, columns, len(matrices) == 2)
-    if tokens <= DECODE_TOKENS:
-        decode_kernel[(rows // config["ROWS"],)](*arguments, TOKENS=DECODE_TOKENS, PORTABLE=portable, **config)
+    if tokens <= DECODE_TOKENS and portable:
+        sizes = {name: config[name] for name in ("ROWS", "SPLIT", "num_warps")}
+        decode_kernel[(rows // config["ROWS"],)](*arguments, TOKENS=DECODE_TOKENS, num_stages=1, **sizes)
+    elif tokens <= DECODE_TOKENS:
+        chained = _is_chainable(x.device)
+        options = {"ONE": tokens == 1, "CHAINED": chained, "launch_pdl": chained, **config}
+        stream_kernel[(rows // config["ROWS"],)](*arguments, **options)
     else:
         grid = (triton.cdiv(tokens, config["TOKENS"]), rows // config["ROWS"])
         prefill_kernel[grid](*arguments, PORTABLE=portable, **config)

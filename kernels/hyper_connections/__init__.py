@@ -75,7 +75,7 @@ def hc_pre(streams: Tensor, mixer: Mixer, scratch: Tensor, out: Mix, norm_weight
     _check_pre(streams, mixer, scratch, out, norm_weight)
     if streams.is_cuda:
         return launch_pre(streams, mixer, scratch, out, norm_weight)
-    return _store(out, *pre_reference(streams, *mixer), norm_weight, mixer.norm_eps)
+    return _store(out, streams.dtype, *pre_reference(streams, *mixer), norm_weight, mixer.norm_eps)
 
 
 def hc_post(output: Tensor, streams: Tensor, mix: Mix, out: Tensor) -> Tensor:
@@ -115,7 +115,7 @@ def hc_post_pre(
     if streams.is_cuda:
         return launch_post_pre(output, streams, mix, out_streams, mixer, scratch, out, norm_weight)
     out_streams.copy_(post_reference(output, streams, mix.post, mix.combination))
-    return _store(out, *pre_reference(out_streams, *mixer), norm_weight, mixer.norm_eps)
+    return _store(out, streams.dtype, *pre_reference(out_streams, *mixer), norm_weight, mixer.norm_eps)
 
 
 def hc_head(streams: Tensor, mixer: Mixer, scratch: Tensor, out: Tensor, norm_weight: Tensor | None = None) -> Tensor:
@@ -238,8 +238,16 @@ def _launch_mix(streams: Tensor, mixer: Mixer, scratch: Tensor, out: Mix, norm_w
     )
 
 
-def _store(out: Mix, mixed: Tensor, post: Tensor, combination: Tensor, weight: Tensor | None, norm_eps: float) -> Mix:
-    rounded = mixed.to(out.mixed.dtype).float()
+def _store(
+    out: Mix,
+    dtype: torch.dtype,
+    mixed: Tensor,
+    post: Tensor,
+    combination: Tensor,
+    weight: Tensor | None,
+    norm_eps: float,
+) -> Mix:
+    rounded = mixed.to(dtype).float()  # as the model rounds it, before a norm
     out.mixed.copy_(norm_reference(rounded, weight, norm_eps))
     out.post.copy_(post)
     out.combination.copy_(combination)

@@ -160,7 +160,7 @@ def test_cases(case: Case) -> None:
     assert relative_rms(first, case.reference(inputs)) <= case.tolerance
     assert torch.equal(case.run(inputs), first)
     average = inputs.routed.picks.numel() // len(inputs.layer.precisions)
-    for config in candidates(1 << max(0, average - 1).bit_length()):
+    for config in candidates(1 << max(0, average - 1).bit_length(), DEVICE):
         assert torch.equal(_with(inputs, config, portable=False), first)
 
 

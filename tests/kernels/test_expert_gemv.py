@@ -10,7 +10,7 @@ from triton.language import constexpr
 
 from kernels import tuning
 from kernels.cases import ONE_ROUNDING, TWO_ROUNDINGS, Case, relative_rms
-from kernels.expert_gemv import CONFIGS, add_picks, decode, expert_gemv, launch
+from kernels.expert_gemv import CONFIGS, add_picks, decode, expert_gemv, launch, launch_add
 from kernels.expert_gemv.cases import Inputs, cases, make, reference, run
 from kernels.expert_gemv.reference import add_picks_reference
 from kernels.expert_gemv.slabs import SKIP, split_rows
@@ -134,7 +134,9 @@ def test_the_sum_is_in_rank_order() -> None:
     generator = torch.Generator().manual_seed(1)
     picks, shared = torch.randn(3, 6, 100, generator=generator), torch.randn(3, 100, generator=generator)
     out = torch.full((3, 100), torch.nan)
-    assert torch.equal(add_picks(picks, shared, out), add_picks_reference(picks, shared, torch.float32))
+    expected = add_picks_reference(picks, shared, torch.float32)
+    assert torch.equal(launch_add(picks, shared, out), expected)
+    assert torch.equal(add_picks(picks, shared, out.fill_(torch.nan)), expected)
 
 
 @pytest.mark.parametrize(

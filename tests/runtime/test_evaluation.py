@@ -97,6 +97,19 @@ def test_kl_and_agreement_of_other_states(session: Session, sequence: HeldOut, e
     assert min(found.kl) > 0
 
 
+@pytest.mark.gpu
+def test_on_a_card_exact_is_itself_and_the_loss_that_of_the_cpu(
+    session: Session, sequence: HeldOut, exact: Tensor
+) -> None:
+    card = open_model(DEMO / "checkpoint", context=512, device="cuda", dtype="float32")
+    hidden = forward_all(card, sequence.inputs)
+    found = score(card, sequence, hidden, forward_all(card, sequence.inputs), NO_TRAFFIC)
+    assert figures([found])["perplexity_ratio"]["value"] == 1 and all(found.agrees)
+    expected = score(session, sequence, exact, exact, NO_TRAFFIC)
+    assert np.abs(np.array(found.nll) - np.array(expected.nll)).max() <= 1e-3
+    card.close()
+
+
 def test_real_pools_token_by_token(session: Session, sequence: HeldOut, tmp_path: Path) -> None:
     """Cold passes are alike, a warm one reads less, and both are as near to the chunks as float32 is."""
     inputs = sequence.inputs[:4]

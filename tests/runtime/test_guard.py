@@ -97,6 +97,9 @@ class ScriptedSession:
         return logits
 
 
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
 def clean(num_tokens: int, seed: int = 0) -> list[int]:
     return torch.randint(20, VOCAB, (num_tokens,), generator=torch.Generator().manual_seed(seed)).tolist()
 
@@ -265,9 +268,13 @@ def session(model: Path) -> Iterator[Session]:
     session.close()
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("length", [5, pytest.param(64, marks=pytest.mark.slow), 150])
-def test_rewinding_leaves_no_trace(session: Session, model: Path, length: int) -> None:
+def test_rewinding_leaves_no_trace(model: Path, length: int, device: str) -> None:
     text, wandering = clean(length), clean(60, seed=3)
+    session, straight = (
+        open_model(model, ladder="1,2", slots=(2, 4, 2, 4), device=device, dtype="float32") for _ in range(2)
+    )
     session.prefill(text)
     mark = session.mark()
     for token_id in wandering:
@@ -275,11 +282,11 @@ def test_rewinding_leaves_no_trace(session: Session, model: Path, length: int) -
     session.rewind(mark)
     assert session.token_ids == text
     session.ladder = Ladder.exact(2)
-    straight = open_model(model, ladder="1,2", slots=(2, 4, 2, 4))
     straight.prefill(text)
     straight.ladder = Ladder.exact(2)
     for token_id in clean(20, seed=4):
         assert torch.equal(session.step(token_id), straight.step(token_id))
+    session.close()
     straight.close()
 
 
