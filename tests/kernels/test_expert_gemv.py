@@ -20,7 +20,6 @@ from kernels.split import ORDERED_CODES, SplitTable, merge_split
 CPU = torch.device("cpu")
 CUDA = torch.device("cuda")
 ONE_CODE = [("fp4", "quad2"), ("int2", "fp4"), ("split", "base")]
-SHAPES = [(64, 32), (96, 160), (1120, 32)]  # D, F; 1120 is 35 groups: one block of 32 lanes and a part of one
 
 
 @pytest.fixture(autouse=True)
@@ -174,8 +173,8 @@ def test_cases(case: Case) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("formats", [*ONE_CODE, ("fp4",), ("split",)])
-@pytest.mark.parametrize(("hidden", "width"), [*SHAPES, (256, 128), (4096, 2048)])
+@pytest.mark.parametrize("formats", ONE_CODE)
+@pytest.mark.parametrize(("hidden", "width"), [(96, 160), (1120, 32), (4096, 2048)])
 def test_assembly_equals_plain_triton(formats: tuple[str, ...], hidden: int, width: int) -> None:
     inputs = make(11, CUDA, formats, hidden=hidden, width=width)
     expected, fast = reference(inputs), run(inputs).clone()
@@ -198,7 +197,7 @@ def test_assembly_makes_the_same_weights(formats: tuple[str, ...]) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("formats", ONE_CODE)
+@pytest.mark.parametrize("formats", ONE_CODE)  # one compilation serves all: the kind is read in the kernel
 def test_every_configuration_gives_the_same_bits(formats: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     inputs, results = make(13, CUDA, formats), []
     for config in CONFIGS:
