@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,6 +35,10 @@ class Inputs:
     slabs: list[dict[str, Tensor]]  # by plane, of each pick
     tables: tuple[SplitTable, ...]
     levels: Tensor
+
+    def tensors(self) -> list[Tensor]:
+        """What a captured call reads anew; slabs are named by `picks`."""
+        return [self.x, *self.picks, *self.rows]
 
     def experts(self) -> list[Matrices]:
         """The picks' matrices in float32."""
@@ -175,19 +180,28 @@ def _copy_first() -> Callable[[Inputs], Tensor]:
     return call
 
 
+class _Sum(NamedTuple):
+    picks: Tensor
+    shared: Tensor
+    out: Tensor
+
+    def tensors(self) -> list[Tensor]:
+        return [self.picks, self.shared]
+
+
 def _add_case() -> Case:
-    def make_case(seed: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    def make_case(seed: int, device: torch.device) -> _Sum:
         generator = torch.Generator(device).manual_seed(seed)
         picks = torch.randn(1, 6, HIDDEN, generator=generator, device=device)
         shared = torch.randn(1, HIDDEN, generator=generator, device=device).bfloat16()
-        return picks, shared, torch.empty_like(shared)
+        return _Sum(picks, shared, torch.empty_like(shared))
 
     return Case(
         op="expert_gemv",
         name="add 6 picks and shared",
         make=make_case,
         run=lambda inputs: add_picks(*inputs),
-        reference=lambda inputs: add_picks_reference(inputs[0], inputs[1], torch.float32),
+        reference=lambda inputs: add_picks_reference(inputs.picks, inputs.shared, torch.float32),
         read_bytes=(6 * 4 + 2) * HIDDEN,
         tolerance=TWO_ROUNDINGS / 2,
     )

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from on_a_card import check_case
 from torch import Tensor
 
 import kernels.hyper_connections as op
@@ -211,26 +212,10 @@ def test_errors(change: object, message: str) -> None:
         op.hc_pre(inputs.streams, inputs.mixer, inputs.scratch, inputs.out)
 
 
-def named(case: Case) -> str:
-    return case.name
-
-
 @pytest.mark.gpu
-@pytest.mark.parametrize("case", cases(), ids=named)
-def test_case_on_a_card(case: Case) -> None:
-    """The definition within tolerance, the same bits twice, and the same bits from a graph that then sees other values."""
-    device = torch.device("cuda")
-    inputs, others = poisoned(case.make(0, device)), case.make(1, device)
-    first = case.run(inputs).clone()
-    assert relative_rms(first, case.reference(inputs)) <= case.tolerance
-    assert torch.equal(case.run(inputs), first)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        result = case.run(inputs)
-    for mine, other in zip(inputs.tensors(), others.tensors(), strict=True):
-        mine.copy_(other)
-    graph.replay()
-    assert torch.equal(result, case.run(others))
+@pytest.mark.parametrize("case", cases(), ids=lambda case: case.name)
+def test_cases(case: Case) -> None:
+    check_case(case)
 
 
 @pytest.mark.gpu

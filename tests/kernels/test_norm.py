@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from on_a_card import check_case
 from torch import Tensor
 
 import kernels.norm as op
@@ -122,27 +123,10 @@ def test_head_errors() -> None:
         op.head(torch.ones(8), torch.ones(3, 8), torch.ones(3).bfloat16())
 
 
-def named(case: Case) -> str:
-    return case.name
-
-
 @pytest.mark.gpu
-@pytest.mark.parametrize("case", cases(), ids=named)
-def test_case_on_a_card(case: Case) -> None:
-    """The definition within tolerance, the same bits twice, and the same bits from a graph that then sees other values."""
-    device = torch.device("cuda")
-    inputs, others = case.make(0, device), case.make(1, device)
-    inputs.out.fill_(torch.nan)
-    first = case.run(inputs).clone()
-    assert relative_rms(first, case.reference(inputs)) <= case.tolerance
-    assert torch.equal(case.run(inputs), first)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        result = case.run(inputs)
-    for mine, other in zip(inputs.tensors(), others.tensors(), strict=True):
-        mine.copy_(other)
-    graph.replay()
-    assert torch.equal(result, case.run(others))
+@pytest.mark.parametrize("case", cases(), ids=lambda case: case.name)
+def test_cases(case: Case) -> None:
+    check_case(case)
 
 
 @pytest.mark.gpu

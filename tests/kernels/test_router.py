@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from on_a_card import check_case
 
 import kernels.router as op
 from kernels.cases import Case, relative_rms
@@ -167,30 +168,12 @@ def test_errors(change: object, message: str) -> None:
         run(inputs)
 
 
-def named(case: Case) -> str:
-    return case.name
-
-
 @pytest.mark.gpu
-@pytest.mark.parametrize("case", cases(), ids=named)
-def test_case_on_a_card(case: Case) -> None:
-    """The definition, the same bits twice, and the same bits from a graph that then sees other values; the host sees them too."""
-    device = torch.device("cuda")
-    inputs, others = poisoned(case.make(0, device)), case.make(1, device)
-    first, expected = case.run(inputs).clone(), expected_picks(inputs)
-    assert relative_rms(first, case.reference(inputs)) <= case.tolerance
-    assert torch.equal(inputs.out.experts, expected.experts)
-    assert torch.equal(case.run(inputs), first)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        result = case.run(inputs)
-    for mine, other in zip(inputs.tensors(), others.tensors(), strict=True):
-        mine.copy_(other)
-    for picks in (inputs.out, inputs.host):
-        picks.experts.fill_(-1)
-    graph.replay()
-    torch.cuda.synchronize()
-    assert torch.equal(result, case.run(others))
+@pytest.mark.parametrize("case", cases(), ids=lambda case: case.name)
+def test_cases(case: Case) -> None:
+    """As every case, and the picks are those of the definition; the host sees them too."""
+    inputs = check_case(case)
+    assert torch.equal(inputs.out.experts, expected_picks(inputs).experts)
     assert torch.equal(inputs.host.experts, inputs.out.experts.cpu())
     assert torch.equal(inputs.host.weights, inputs.out.weights.cpu())
 

@@ -1,0 +1,32 @@
+"""What every case of every operator must do on a CUDA device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from kernels.cases import Case, relative_rms
+
+
+def check_case(case: Case) -> Any:
+    """The definition within tolerance into poisoned outputs, the same bits twice, and the same bits from a graph that then sees
+    other values; the inputs that the graph ran on last.
+    """
+    device = torch.device("cuda")
+    inputs, others = case.make(0, device), case.make(1, device)
+    result = case.run(inputs)
+    result.fill_(torch.nan if result.is_floating_point() else -1)
+    first = case.run(inputs).clone()
+    assert relative_rms(first, case.reference(inputs)) <= case.tolerance
+    assert torch.equal(case.run(inputs), first)
+    expected, graph = case.run(others).clone(), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = case.run(inputs)
+    for mine, other in zip(inputs.tensors(), others.tensors(), strict=True):
+        mine.copy_(other)
+    result.fill_(torch.nan if result.is_floating_point() else -1)
+    graph.replay()
+    torch.cuda.synchronize()
+    assert torch.equal(result, expected)
+    return inputs
