@@ -17,7 +17,8 @@ from typing import NamedTuple
 from torch import Tensor
 
 from runtime.engine import Session, SessionMark
-from runtime.junk import Finding, JunkDetector, JunkRules
+from runtime.junk import Finding, JunkDetector
+from runtime.junk_rules import JunkRules
 from runtime.ladder import AnyLadder, Ladder, MassLadder
 from runtime.sampler import Sampler
 

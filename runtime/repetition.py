@@ -7,13 +7,12 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-if TYPE_CHECKING:
-    from runtime.junk import JunkRules
+from runtime.junk_rules import JunkRules
 
 RECENT_TOKENS = 32
 RECENT_NOVEL = 6  # a lag with more that is new in them is not looked at: its loop, if any, is not yet on its way

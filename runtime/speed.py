@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 from tokenizers import Tokenizer
 
-from runtime.junk import Finding, JunkRules, token_classes
+from runtime.junk import Finding
+from runtime.junk_rules import JunkRules, token_classes
 from runtime.tokenizer import token_bytes
 
 THINKING = ("<think>", "</think>")

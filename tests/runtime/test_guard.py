@@ -34,7 +34,8 @@ from runtime.guard import (
     Written,
     ease_down,
 )
-from runtime.junk import Finding, JunkRules, Kind, audit
+from runtime.junk import Finding, Kind, audit
+from runtime.junk_rules import JunkRules
 from runtime.ladder import Ladder, MassLadder
 from runtime.sampler import Sampler
 from runtime.speed import answer_rules, invalid_reason

@@ -15,7 +15,8 @@ from clean_text import hardest_files, installed_files, read, tables_and_lists
 from tokenizers import Tokenizer
 
 from runtime.errors import StrawError
-from runtime.junk import Finding, JunkDetector, JunkRules, Kind, audit, token_classes
+from runtime.junk import Finding, JunkDetector, Kind, audit
+from runtime.junk_rules import JunkRules, token_classes
 from runtime.tokenizer import encode
 
 DEMO = Path(__file__).parents[2] / "artifacts/demo"
