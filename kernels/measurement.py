@@ -10,6 +10,7 @@ import platform
 import shlex
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,12 @@ def document(what: str, module: str, results: Any, drive: str | Path | None = No
         "what": what,
         "command": shlex.join(["python", "-m", module, *sys.argv[1:]]),
         "machine": _machine(drive),
-        "versions": {"python": platform.python_version(), "torch": torch.__version__, "kernel": platform.release()},
+        "versions": {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "triton": _version("triton"),
+            "kernel": platform.release(),
+        },
         "commit": _commit(),
         "results": results,
     }
@@ -43,6 +49,13 @@ def _machine(drive: str | Path | None) -> dict[str, Any]:
     card = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     cores = len(os.sched_getaffinity(0))
     return {"card": card, "cpu": cpu, "cores": cores, "threads": torch.get_num_threads(), "drive": drive}
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def _commit() -> str | None:

@@ -6,7 +6,9 @@ Configurations change speed alone: a kernel lists only such candidates as give t
 from __future__ import annotations
 
 import json
+import os
 import re
+import warnings
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
@@ -25,22 +27,26 @@ def choose(
     Args:
         op: Operator.
         key: What the choice depends on: shape and format.
-        candidates: Configurations of equal results. A stored choice that is no longer among them is timed anew.
-        launch: Runs the kernel once; called only when the choice is not stored yet.
+        candidates: Configurations of equal results. A stored choice that is not among them does not count.
+        launch: Runs the kernel once; called only when no choice is stored yet.
         device: Of the inputs.
 
     Raises:
-        RuntimeError: The choice is not stored and a graph is being captured, so nothing can be timed.
+        RuntimeError: No choice is stored and a graph is being captured, so nothing can be timed.
+        ValueError: A stored table is damaged.
     """
     if device.type == "cpu":
         return candidates[0]
-    table, name = _table(card_name(device)), f"{op}/{key}"
-    if table.get(name) not in candidates:
-        if torch.cuda.is_current_stream_capturing():
-            raise RuntimeError(f"{name}: not tuned yet, and a graph is being captured; call the operator once before")
-        table[name] = min(candidates, key=lambda config: _median_ms(lambda: launch(config)))
-        save(user_directory(), card_name(device), table)
-    return table[name]
+    name, card = f"{op}/{key}", card_name(device)
+    for table in (_shipped(card), _own(card)):
+        if table.get(name) in candidates:
+            return table[name]
+    if torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(f"{name}: not tuned yet, and a graph is being captured; call the operator once before")
+    chosen = min(candidates, key=lambda config: _median_ms(lambda: launch(config)))
+    _own(card)[name] = chosen
+    _keep(user_directory() / f"{card}.json", {name: chosen})
+    return chosen
 
 
 def card_name(device: torch.device) -> str:
@@ -49,32 +55,65 @@ def card_name(device: torch.device) -> str:
 
 
 def user_directory() -> Path:
-    """Where choices for cards without a shipped table are kept."""
+    """Where choices that no shipped table has are kept."""
     return Path.home() / ".cache" / "straw" / "kernels"
 
 
-def ship(device: torch.device) -> None:
-    """Writes all choices known for this card to the table in the repository."""
-    save(SHIPPED, card_name(device), _table(card_name(device)))
+def ship(device: torch.device) -> Path:
+    """Writes what was chosen on this card to its table in the repository, over what that had; its path."""
+    card = card_name(device)
+    path = SHIPPED / f"{card}.json"
+    write_table(path, _shipped(card) | _own(card))
+    return path
 
 
-def save(directory: Path, card: str, table: dict[str, Config]) -> None:
-    """Writes a card's choices, sorted by name, whole or not at all."""
-    directory.mkdir(parents=True, exist_ok=True)
-    path, temporary = directory / f"{card}.json", directory / f".{card}.tmp"
+def read_table(path: Path) -> dict[str, Config]:
+    """Choices by operator/key; none where there is no file.
+
+    Raises:
+        ValueError: The file holds something else.
+    """
+    if not path.exists():
+        return {}
+    try:
+        table = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise ValueError(f"{path}: not JSON ({error}), expected a table of block sizes; remove it") from None
+    is_table = isinstance(table, dict) and all(
+        isinstance(config, dict) and all(isinstance(size, int) for size in config.values()) for config in table.values()
+    )
+    if not is_table:
+        raise ValueError(f"{path}: expected an object of block sizes by operator; remove it")
+    return table
+
+
+def write_table(path: Path, table: dict[str, Config]) -> None:
+    """Writes choices, sorted by name, whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_suffix(f".{os.getpid()}.tmp")
     temporary.write_text(json.dumps(table, indent=1, sort_keys=True) + "\n")
     temporary.replace(path)
 
 
+def _keep(path: Path, choices: dict[str, Config]) -> None:
+    """Adds choices to a file that other processes may have changed since it was read."""
+    try:
+        write_table(path, read_table(path) | choices)
+    except OSError as error:
+        warnings.warn(
+            f"{path}: {error.strerror}, block sizes are timed again in each process; make it writable", stacklevel=2
+        )
+
+
 @cache
-def _table(card: str) -> dict[str, Config]:
-    """The choices known for a card, by operator/key; the user's own come first."""
-    table: dict[str, Config] = {}
-    for directory in (SHIPPED, user_directory()):
-        path = directory / f"{card}.json"
-        if path.exists():
-            table |= json.loads(path.read_text())
-    return table
+def _shipped(card: str) -> dict[str, Config]:
+    return read_table(SHIPPED / f"{card}.json")
+
+
+@cache
+def _own(card: str) -> dict[str, Config]:
+    """This user's choices, and with them this process's."""
+    return read_table(user_directory() / f"{card}.json")
 
 
 def _median_ms(run: Callable[[], object]) -> float:

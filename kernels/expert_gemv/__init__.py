@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+import triton
 from torch import Tensor
 
 from kernels.expert_gemv.kernel import add_kernel, expert_kernel, pack_kernel
@@ -69,7 +70,9 @@ def expert_gemv(x: Tensor, picks: Picks, rows: Rows, limit: float, workspace: Wo
     Raises:
         ValueError: Shapes, types or devices do not fit each other.
     """
-    _check(x, picks, workspace, out)
+    _check(x, picks, rows, workspace, out)
+    if not out.shape[0]:
+        return out
     if x.device.type != "cuda":
         raise ValueError(f"expert_gemv: x on {x.device}, expected a CUDA device; use kernels.expert.expert_ffn there")
     return launch(x, picks, rows, limit, workspace, out, fast=True)
@@ -82,7 +85,7 @@ def launch(
     num_picks, width, hidden = out.shape[0], workspace.hidden.shape[1], x.shape[1]
     chained = fast and torch.cuda.get_device_capability(x.device)[0] >= 9
     common = {"LIMIT": limit, "FAST": fast, "CHAINED": chained, "launch_pdl": chained}
-    tables = (picks.normalisers, rows.level_scales, rows.levels.view(torch.int64), rows.split_rows)
+    tables = (picks.normalisers, rows.levels.view(torch.int64), rows.scales, rows.split_rows)
 
     def gate_up(config: Config) -> None:
         grid = (-(-width // (config["ROWS"] // 2 * config["TILES"])), num_picks)
@@ -96,7 +99,7 @@ def launch(
         sizes = {"UP": False, "HEIGHT": hidden, "GROUPS": width // GROUP_SIZE, "BLOCK_G": _lanes(width)}
         expert_kernel[grid](*inputs, out, **sizes, **common, **config)
 
-    shape = f"{hidden}x{width}"
+    shape = f"{hidden}x{width} p{triton.next_power_of_2(num_picks)}"
     _pack(x, workspace.x, chained=False)
     gate_up(choose("expert_gemv", f"gate_up/{shape}", CONFIGS, gate_up, x.device))
     _pack(workspace.hidden[:num_picks], workspace.packed_hidden, chained)
@@ -126,10 +129,16 @@ def add_picks(picks: Tensor, shared: Tensor, out: Tensor) -> Tensor:
     Raises:
         ValueError: Shapes do not fit each other.
     """
+    if picks.ndim != 3 or not picks.shape[1] or picks.dtype != torch.float32 or not picks.is_contiguous():
+        raise ValueError(
+            f"add_picks: picks {list(picks.shape)} {picks.dtype}, expected contiguous float32 [T, K, D] with K of 1 or more"
+        )
     tokens, _, hidden = picks.shape
     for name, tensor in (("shared", shared), ("out", out)):
-        if tensor.shape != (tokens, hidden) or not tensor.is_contiguous():
-            raise ValueError(f"add_picks: {name} is {list(tensor.shape)}, expected contiguous [{tokens}, {hidden}]")
+        if tensor.shape != (tokens, hidden) or tensor.device != picks.device or not tensor.is_contiguous():
+            raise ValueError(
+                f"add_picks: {name} is {list(tensor.shape)} on {tensor.device}, expected contiguous [{tokens}, {hidden}] on {picks.device}"
+            )
     if picks.device.type == "cpu":
         return out.copy_(add_picks_reference(picks, shared, out.dtype))
     return launch_add(picks, shared, out)
@@ -138,7 +147,7 @@ def add_picks(picks: Tensor, shared: Tensor, out: Tensor) -> Tensor:
 def launch_add(picks: Tensor, shared: Tensor, out: Tensor) -> Tensor:
     """`add_picks` by the kernel, unchecked."""
     tokens, num_picks, hidden = picks.shape
-    add_kernel[(-(-hidden // 512), tokens)](picks, shared, out, D=hidden, K=num_picks, BLOCK=512)
+    add_kernel[(tokens, -(-hidden // 512))](picks, shared, out, D=hidden, K=num_picks, BLOCK=512)
     return out
 
 
@@ -147,25 +156,35 @@ def _lanes(columns: int) -> int:
     return min(32, 1 << (columns // GROUP_SIZE - 1).bit_length())
 
 
-def _check(x: Tensor, picks: Picks, workspace: Workspace, out: Tensor) -> None:
-    num_picks, hidden = out.shape[0], x.shape[1]
-    width = workspace.hidden.shape[1]
+def _check(x: Tensor, picks: Picks, rows: Rows, workspace: Workspace, out: Tensor) -> None:
+    if x.ndim != 2 or out.ndim != 2 or x.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        raise ValueError(
+            f"expert_gemv: x {list(x.shape)} {x.dtype} and out {list(out.shape)}, expected [T, D] of 16- or 32-bit floats and [P, D]"
+        )
+    (num_tokens, hidden), num_picks = x.shape, out.shape[0]
+    room, width = workspace.hidden.shape
     if hidden % GROUP_SIZE or width % GROUP_SIZE:
         raise ValueError(f"expert_gemv: D {hidden} and F {width}, expected multiples of {GROUP_SIZE}")
+    if num_tokens > workspace.x[0].shape[0] or num_picks > room or workspace.x[0].shape[1] != hidden:
+        held = f"at most {workspace.x[0].shape[0]} and {room} with D {workspace.x[0].shape[1]}"
+        raise ValueError(
+            f"expert_gemv: {num_tokens} tokens and {num_picks} picks with D {hidden}, expected {held}; allocate a larger workspace"
+        )
     expected = {
+        "x": (x, (num_tokens, hidden), x.dtype),
         "out": (out, (num_picks, hidden), torch.float32),
         "slabs": (picks.slabs, (num_picks, 2), torch.int64),
         "kinds": (picks.kinds, (num_picks,), torch.int32),
         "tokens": (picks.tokens, (num_picks,), torch.int32),
         "weights": (picks.weights, (num_picks,), torch.float32),
         "normalisers": (picks.normalisers, (num_picks, 3), torch.float32),
+        "levels": (rows.levels, (3, 256, 2), torch.int32),
+        "scales": (rows.scales, (3, 256), torch.float32),
+        "split_rows": (rows.split_rows, (3, 256), torch.int32),
+        "the workspace": (workspace.hidden, (room, width), torch.float32),
     }
     for name, (tensor, shape, dtype) in expected.items():
-        if tuple(tensor.shape) != shape or tensor.dtype != dtype or tensor.device != x.device:
-            found = f"{list(tensor.shape)} {tensor.dtype} on {tensor.device}"
-            raise ValueError(f"expert_gemv: {name} is {found}, expected {list(shape)} {dtype} on {x.device}")
-    if x.shape[0] > workspace.x[0].shape[0] or num_picks > workspace.hidden.shape[0]:
-        room = f"{workspace.x[0].shape[0]} tokens and {workspace.hidden.shape[0]} picks"
-        raise ValueError(f"expert_gemv: {x.shape[0]} tokens and {num_picks} picks, expected at most {room}")
-    if not (x.is_contiguous() and out.is_contiguous()) or workspace.x[0].shape[1] != hidden:
-        raise ValueError(f"expert_gemv: x and out must be contiguous, and the workspace made for D {hidden}")
+        fits = tuple(tensor.shape) == shape and tensor.dtype == dtype and tensor.device == x.device
+        if not fits or not tensor.is_contiguous():
+            found = f"{list(tensor.shape)} {tensor.dtype} on {tensor.device}, strides {list(tensor.stride())}"
+            raise ValueError(f"expert_gemv: {name} is {found}, expected contiguous {list(shape)} {dtype} on {x.device}")

@@ -14,9 +14,10 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.expert_gemv.decode import FP4_SCALE, SPLIT_SCALE, fp4_dot, split_dot, two_bit_dot
+from kernels.expert_gemv.slabs import KINDS
 
 PAIRS = tl.constexpr(16)  # words of activations a group
-FP4, TWO_BIT, SPLIT = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)  # as in slabs.py
+FP4, TWO_BIT, SPLIT = (tl.constexpr(kind) for kind in KINDS)
 
 
 @triton.jit
@@ -33,7 +34,9 @@ def pack_kernel(x, packed, inverse_scales, num_groups, BLOCK_G: tl.constexpr, CH
     mask = group < num_groups
     offsets = vector * num_groups * 32 + group[:, None] * 32 + k[None, :]
     values = tl.load(x + offsets, mask=mask[:, None], other=0.0).to(tl.float32)
-    largest = tl.max(tl.abs(values), 1).to(tl.int32, bitcast=True)
+    largest = tl.max(tl.abs(values), 1).to(
+        tl.int32, bitcast=True
+    )  # a NaN may pass it: its own float16 is one whatever the scale
     exponent = tl.maximum((largest >> 23) - 9, 1)  # of the inverse, biased
     scale = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
     pair = (k // 8 * 4 + k % 4)[None, :] * num_groups + group[:, None]
@@ -97,8 +100,9 @@ def _gather(table, index):
 
 @triton.jit
 def _exponent(byte):
-    """2^(byte-127) of E8M0 bytes."""
-    return tl.maximum(byte << 23, 0x00400000).to(tl.float32, bitcast=True)
+    """2^(byte-127) of E8M0 bytes, NaN of 255."""
+    bits = tl.where(byte == 255, 0x7FC00000, tl.maximum(byte << 23, 0x00400000))
+    return bits.to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -145,24 +149,29 @@ def _fetch(
 
 
 @triton.jit
-def _group_dots(fetched, x, row_offset, levels, split_rows, KIND: tl.constexpr, FAST: tl.constexpr):
-    """Dot products [N, G] of fetched groups; row_offset: int32 [N], where the matrix's table begins."""
+def _group_dots(fetched, x, inverse, row_offset, levels, scales, split_rows, KIND: tl.constexpr, FAST: tl.constexpr):
+    """Dot products [N, G] of fetched groups.
+
+    inverse: [1, G], of the activations' scale. row_offset: int32 [N], where the matrix's table begins. The factors follow one
+    another so that none of the products overflows or vanishes where the last one does not.
+    """
     if KIND == FP4:
         byte, w0, w1, w2, w3 = fetched
-        dots = fp4_dot((w0, w1, w2, w3), x, FAST) * FP4_SCALE * _exponent(byte)
+        dots = fp4_dot((w0, w1, w2, w3), x, FAST) * inverse * _exponent(byte) * FP4_SCALE
     elif KIND == TWO_BIT:
         byte, w0, w1 = fetched
-        dots = two_bit_dot((w0, w1), _halves(_gather(levels, byte + row_offset[:, None])), x, FAST)
+        number = byte + row_offset[:, None]
+        dots = two_bit_dot((w0, w1), _halves(_gather(levels, number)), x, FAST) * inverse * _gather(scales, number)
     else:
         byte, w0, w1, r0, r1 = fetched
         row = _gather(split_rows, byte + row_offset[:, None])
-        dots = split_dot((w0, w1), (r0, r1), row >> 8, x, FAST) * SPLIT_SCALE * _exponent(row & 255)
+        dots = split_dot((w0, w1), (r0, r1), row >> 8, x, FAST) * inverse * _exponent(row & 255) * SPLIT_SCALE
     return dots
 
 
 @triton.jit
 def _step_dots(
-    fetched, first_tile, step, packed, inverse_scales, levels, split_rows,
+    fetched, first_tile, step, packed, inverse_scales, levels, scales, split_rows,
     KIND: tl.constexpr, UP: tl.constexpr, HEIGHT: tl.constexpr, GROUPS: tl.constexpr,
     ROWS: tl.constexpr, BLOCK_G: tl.constexpr, EVEN: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
@@ -172,8 +181,8 @@ def _step_dots(
     group = step % STEPS * BLOCK_G + tl.arange(0, BLOCK_G)
     inside = group < GROUPS
     x = _activations(packed, group, inside, GROUPS, EVEN)
-    dots = _group_dots(fetched, x, matrix * 256, levels, split_rows, KIND, FAST)
-    dots *= _load(inverse_scales + group, inside, EVEN)[None, :]
+    inverse = _load(inverse_scales + group, inside, EVEN)[None, :]
+    dots = _group_dots(fetched, x, inverse, matrix * 256, levels, scales, split_rows, KIND, FAST)
     if not EVEN:
         dots = tl.where(inside[None, :] & (rows < HEIGHT)[:, None], dots, 0.0)
     return dots
@@ -181,17 +190,20 @@ def _step_dots(
 
 @triton.jit
 def _finish(
-    total, tile, level_scales, normalisers, weight, out,
+    total, tile, normalisers, weight, out,
     KIND: tl.constexpr, UP: tl.constexpr, HEIGHT: tl.constexpr, ROWS: tl.constexpr, LIMIT: tl.constexpr,
 ):  # fmt: skip
     """Stores a tile's results: the clamped SwiGLU of w1 and w3, or w2's rows times the route weight."""
     matrix, row = _tile_rows(tile, UP, ROWS)
     dots = tl.sum(total, 1)
     if KIND == TWO_BIT:
-        dots *= tl.load(level_scales + matrix) * tl.load(normalisers + matrix)
+        dots *= tl.load(normalisers + matrix)
     if UP:
         gate, up = tl.split(tl.trans(tl.reshape(dots, (2, ROWS // 2))))
-        gate, up = tl.minimum(gate, LIMIT), tl.minimum(tl.maximum(up, -LIMIT), LIMIT)
+        gate = tl.minimum(gate, LIMIT, propagate_nan=tl.PropagateNan.ALL)
+        up = tl.minimum(
+            tl.maximum(up, -LIMIT, propagate_nan=tl.PropagateNan.ALL), LIMIT, propagate_nan=tl.PropagateNan.ALL
+        )
         row = tile * (ROWS // 2) + tl.arange(0, ROWS // 2)
         tl.store(out + row, gate / (1 + tl.exp(-gate)) * up, mask=row < HEIGHT)
     else:
@@ -200,7 +212,7 @@ def _finish(
 
 @triton.jit
 def _tiles(
-    slab, residual, first_tile, packed, inverse_scales, levels, split_rows, level_scales, normalisers, weight, out,
+    slab, residual, first_tile, packed, inverse_scales, levels, scales, split_rows, normalisers, weight, out,
     KIND: tl.constexpr, UP: tl.constexpr, HEIGHT: tl.constexpr, GROUPS: tl.constexpr, LIMIT: tl.constexpr,
     ROWS: tl.constexpr, TILES: tl.constexpr, BLOCK_G: tl.constexpr, FAST: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
@@ -214,24 +226,24 @@ def _tiles(
     for step in range(0, TILES * STEPS - 1):
         ahead = _fetch(slab, residual, first_tile, step + 1, KIND, UP, HEIGHT, GROUPS, ROWS, BLOCK_G, EVEN)
         total += _step_dots(
-            fetched, first_tile, step, packed, inverse_scales, levels, split_rows,
+            fetched, first_tile, step, packed, inverse_scales, levels, scales, split_rows,
             KIND, UP, HEIGHT, GROUPS, ROWS, BLOCK_G, EVEN, FAST,
         )  # fmt: skip
         if step % STEPS == STEPS - 1:
             tile = first_tile + step // STEPS
-            _finish(total, tile, level_scales, normalisers, weight, out, KIND, UP, HEIGHT, ROWS, LIMIT)
+            _finish(total, tile, normalisers, weight, out, KIND, UP, HEIGHT, ROWS, LIMIT)
             total = tl.zeros((ROWS, BLOCK_G), tl.float32)
         fetched = ahead
     total += _step_dots(
-        fetched, first_tile, TILES * STEPS - 1, packed, inverse_scales, levels, split_rows,
+        fetched, first_tile, TILES * STEPS - 1, packed, inverse_scales, levels, scales, split_rows,
         KIND, UP, HEIGHT, GROUPS, ROWS, BLOCK_G, EVEN, FAST,
     )  # fmt: skip
-    _finish(total, first_tile + TILES - 1, level_scales, normalisers, weight, out, KIND, UP, HEIGHT, ROWS, LIMIT)
+    _finish(total, first_tile + TILES - 1, normalisers, weight, out, KIND, UP, HEIGHT, ROWS, LIMIT)
 
 
 @triton.jit
 def expert_kernel(
-    packed, inverse_scales, slabs, kinds, vectors, weights, normalisers, level_scales, levels, split_rows, out,
+    packed, inverse_scales, slabs, kinds, vectors, weights, normalisers, levels, scales, split_rows, out,
     UP: tl.constexpr, HEIGHT: tl.constexpr, GROUPS: tl.constexpr, LIMIT: tl.constexpr,
     ROWS: tl.constexpr, TILES: tl.constexpr, BLOCK_G: tl.constexpr, FAST: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
@@ -245,21 +257,21 @@ def expert_kernel(
     kind, weight = tl.load(kinds + pick), tl.load(weights + pick)
     vector = (pick if vectors is None else tl.load(vectors + pick)).to(tl.int64)
     slab, residual = tl.load(slabs + pick * 2) * 16, tl.load(slabs + pick * 2 + 1) * 16
-    x, scales = packed + vector * (GROUPS * PAIRS), inverse_scales + vector * GROUPS
+    x, inverse = packed + vector * (GROUPS * PAIRS), inverse_scales + vector * GROUPS
     factors, row_out = normalisers + pick * 3, out + pick.to(tl.int64) * HEIGHT
     if kind == FP4:
         _tiles(
-            slab, residual, first_tile, x, scales, levels, split_rows, level_scales, factors, weight, row_out,
+            slab, residual, first_tile, x, inverse, levels, scales, split_rows, factors, weight, row_out,
             FP4, UP, HEIGHT, GROUPS, LIMIT, ROWS, TILES, BLOCK_G, FAST, CHAINED,
         )  # fmt: skip
     elif kind == TWO_BIT:
         _tiles(
-            slab, residual, first_tile, x, scales, levels, split_rows, level_scales, factors, weight, row_out,
+            slab, residual, first_tile, x, inverse, levels, scales, split_rows, factors, weight, row_out,
             TWO_BIT, UP, HEIGHT, GROUPS, LIMIT, ROWS, TILES, BLOCK_G, FAST, CHAINED,
         )  # fmt: skip
     elif kind == SPLIT:
         _tiles(
-            slab, residual, first_tile, x, scales, levels, split_rows, level_scales, factors, weight, row_out,
+            slab, residual, first_tile, x, inverse, levels, scales, split_rows, factors, weight, row_out,
             SPLIT, UP, HEIGHT, GROUPS, LIMIT, ROWS, TILES, BLOCK_G, FAST, CHAINED,
         )  # fmt: skip
     elif CHAINED:
@@ -269,7 +281,7 @@ def expert_kernel(
 @triton.jit
 def add_kernel(picks, shared, out, D: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr):
     """out = ((pick 0 + pick 1) + … + shared), rounded once."""
-    token, column = tl.program_id(1).to(tl.int64), tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    token, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = column < D
     total = tl.load(picks + token * K * D + column, mask=mask).to(tl.float32)
     for rank in tl.static_range(1, K):

@@ -13,7 +13,8 @@ from torch import Tensor
 from kernels.formats import INT2_LEVELS, e8m0_to_float32
 from kernels.split import SplitTable, check_table
 
-SKIP, FP4, TWO_BIT, SPLIT = -1, 0, 1, 2  # kinds: skip leaves a pick's output alone; SPLIT is base + residual
+KINDS = FP4, TWO_BIT, SPLIT = 0, 1, 2  # SPLIT is base + residual
+SKIP = -1  # the kind of a pick whose output is left alone
 ADDRESS_UNIT = 16  # bytes: addresses are given in these, so that a kernel knows what it may load at once
 
 
@@ -21,12 +22,14 @@ class Rows(NamedTuple):
     """The 256 rows of w1, w3 and w2 in one layer, as the kernels read them.
 
     levels: int32 [3, 256, 2]: the four values of a row as float16, their low bytes in one word and their high bytes in the next.
-    level_scales: float32 [3], the power of two that the levels were divided by; their largest is below 1.
+    scales: float32 [3, 256], the power of two that a row's levels were divided by; their largest is then below 1.
+    bfloat16_levels: int32 [3, 256, 2], the values themselves as bfloat16, laid out as `levels`; for products that take those.
     split_rows: int32 [3, 256], exponent byte + 256 * partition; zeros where the layer has no base plane.
     """
 
     levels: Tensor
-    level_scales: Tensor
+    scales: Tensor
+    bfloat16_levels: Tensor
     split_rows: Tensor
 
 
@@ -70,9 +73,15 @@ def split_rows(tables: tuple[SplitTable, SplitTable, SplitTable]) -> Rows:
 
 
 def _rows(values: Tensor) -> Rows:
-    """Levels [3, 256, 4] float32 in the kernels' form. A value 2^-15 of its projection's largest keeps ten bits, others fewer."""
-    largest = values.nan_to_num(0.0).abs().amax((1, 2)).clamp_min(2.0**-100)
-    scales = torch.exp2(torch.floor(torch.log2(largest)) + 1)
-    halves = (values / scales[:, None, None]).half().contiguous().view(torch.uint8).unflatten(-1, (4, 2))
-    words = halves.transpose(-1, -2).contiguous().view(torch.int32).squeeze(-1)
-    return Rows(words, scales, torch.zeros(3, 256, dtype=torch.int32, device=values.device))
+    """Levels [3, 256, 4] float32 in the kernels' form; a NaN stays one."""
+    largest = values.nan_to_num(0.0).abs().amax(-1)
+    exponents = torch.where(largest > 0, torch.floor(torch.log2(largest)) + 1, torch.zeros_like(largest))
+    scales = torch.exp2(exponents.clamp(-125, 127))
+    none = torch.zeros(3, 256, dtype=torch.int32, device=values.device)
+    return Rows(_byte_planes((values / scales[..., None]).half()), scales, _byte_planes(values.bfloat16()), none)
+
+
+def _byte_planes(levels: Tensor) -> Tensor:
+    """Four 16-bit values [..., 4] as two words [..., 2] int32: the low bytes, then the high bytes."""
+    pairs = levels.contiguous().view(torch.uint8).unflatten(-1, (4, 2))
+    return pairs.transpose(-1, -2).contiguous().view(torch.int32).squeeze(-1)
