@@ -1,7 +1,8 @@
 """Routed experts on many tokens at once (prefill): picks sorted by expert, weights of any format, one output per pick.
 
 Owns no weights and no slots: experts are named by slab addresses (`kernels.expert_gemv.slabs`), and whoever gives them keeps
-those slabs in place until the kernels have run. Not for captured graphs: sorting allocates.
+those slabs in place until the kernels have run. Not for captured graphs: sorting allocates. NaN in x, weights, group bytes and
+table rows gives NaN in the outputs where the definition has it.
 """
 
 from __future__ import annotations
@@ -16,12 +17,10 @@ from torch import Tensor
 
 from kernels.expert_gemm.kernel import hidden_kernel, output_kernel
 from kernels.expert_gemm.plan import plan_tiles
-from kernels.expert_gemv.slabs import FP4, SPLIT, TWO_BIT, Rows
+from kernels.expert_gemv.slabs import KINDS, Rows
 from kernels.formats import BLOCK_SIZE
 from kernels.fp8_linear import shared_bytes
 from kernels.tuning import Config, choose
-
-ALL_KINDS = (FP4, TWO_BIT, SPLIT)
 
 
 class Experts(NamedTuple):
@@ -51,7 +50,7 @@ def expert_gemm(
     out: Tensor,
     *,
     limit: float,
-    kinds: Collection[int] = ALL_KINDS,
+    kinds: Collection[int] = KINDS,
 ) -> Tensor:
     """`out` [T, K, D]: each pick's weighted output; picks outside the call are left as they are.
 
@@ -69,7 +68,7 @@ def expert_gemm(
         ValueError: A shape, dtype, device or layout is wrong.
     """
     call = Call(x, routed, experts, rows, hidden, out, limit)
-    _check(call)
+    _check(call, kinds)
     if not x.is_cuda:
         raise ValueError("expert_gemm: x on the CPU, expected CUDA; expert_gemm_reference runs anywhere")
     return launch_gemm(call, kinds)
@@ -87,7 +86,7 @@ class Call(NamedTuple):
     limit: float
 
 
-def launch_gemm(call: Call, kinds: Collection[int] = ALL_KINDS, *, portable: bool = False) -> Tensor:
+def launch_gemm(call: Call, kinds: Collection[int] = KINDS, *, portable: bool = False) -> Tensor:
     """Runs the kernels, unchecked."""
     picks, experts = call.routed.picks.numel(), call.experts.kinds.numel()
     if picks == 0 or experts == 0:
@@ -121,8 +120,8 @@ def _launch(call: Call, kinds: list[int], portable: bool, config: Config) -> Non
     (picks, weights), experts, hidden = call.routed, call.experts, call.hidden
     plan = plan_tiles(picks, experts.kinds, config["TOKENS"])
     (hidden_size, width), tiles = (call.x.shape[1], hidden.shape[1]), plan.tiles.shape[0]
-    levels = _bfloat16_levels(call.rows)
-    shared = (plan.order, plan.tiles, experts.slabs, experts.normalisers, levels, call.rows.split_rows)
+    tables = (call.rows.bfloat16_levels, call.rows.split_rows)
+    shared = (plan.order, plan.tiles, experts.slabs, experts.normalisers, *tables)
     x = by_place(call.x)
     for kind in kinds:
         options = {"D": hidden_size, "F": width, "KIND": kind, "PORTABLE": portable, **config}
@@ -131,21 +130,18 @@ def _launch(call: Call, kinds: list[int], portable: bool, config: Config) -> Non
         output_kernel[(hidden_size // config["ROWS"], tiles)](hidden, *shared, call.out, **options)
 
 
-def _bfloat16_levels(rows: Rows) -> Tensor:
-    """The rows' levels as bfloat16, int32 [3, 256, 2]: their four low bytes in one word, the high ones in the next."""
-    halves = rows.levels.view(torch.uint8).unflatten(-1, (2, 4)).transpose(-1, -2).contiguous().view(torch.float16)
-    values = (halves.squeeze(-1).float() * rows.level_scales[:, None, None]).bfloat16()
-    return values.view(torch.uint8).unflatten(-1, (4, 2)).transpose(-1, -2).contiguous().view(torch.int32).squeeze(-1)
-
-
-def _check(call: Call) -> None:
-    """Everything but the rows fits together, else ValueError."""
-    x, (picks, weights), experts, _, hidden, out, _ = call
-    count = experts.kinds.shape[0]
-    if x.ndim != 2 or hidden.ndim != 2 or x.shape[1] % BLOCK_SIZE or hidden.shape[1] % BLOCK_SIZE:
+def _check(call: Call, kinds: Collection[int]) -> None:
+    """Everything fits together, else ValueError."""
+    x, (picks, weights), experts, rows, hidden, out, _ = call
+    if x.ndim != 2 or hidden.ndim != 2 or any(size == 0 or size % BLOCK_SIZE for size in (x.shape[1], hidden.shape[1])):
         found = f"x {tuple(x.shape)}, hidden {tuple(hidden.shape)}"
         raise ValueError(f"expert_gemm: {found}; expected [T, D] and [T*K, F] with D and F multiples of 128")
-    per_token = (x.shape[0], picks.shape[-1])
+    if picks.ndim != 2 or experts.kinds.ndim != 1:
+        found = f"picks {tuple(picks.shape)}, kinds {tuple(experts.kinds.shape)}"
+        raise ValueError(f"expert_gemm: {found}; expected [T, K] and [E]")
+    if not set(kinds) <= set(KINDS):
+        raise ValueError(f"expert_gemm: kinds {sorted(kinds)}, expected some of {list(KINDS)}; leave out the others")
+    per_token, count = (x.shape[0], picks.shape[1]), experts.kinds.shape[0]
     floats = (torch.bfloat16, torch.float32)
     _check_tensor("picks", picks, x, per_token, (torch.int32, torch.int64))
     _check_tensor("weights", weights, x, per_token, (torch.float32,))
@@ -155,6 +151,8 @@ def _check(call: Call) -> None:
     _check_tensor("hidden", hidden, x, (picks.numel(), hidden.shape[1]), (torch.bfloat16,))
     _check_tensor("out", out, x, (*per_token, x.shape[1]), floats)
     _check_tensor("x", x, x, tuple(x.shape), floats)
+    _check_tensor("rows.bfloat16_levels", rows.bfloat16_levels, x, (3, 256, 2), (torch.int32,))
+    _check_tensor("rows.split_rows", rows.split_rows, x, (3, 256), (torch.int32,))
 
 
 def _check_tensor(

@@ -134,10 +134,15 @@ class Inputs:
 
 
 def make_inputs(layer: Layer, tokens: int, topk: int, generator: torch.Generator) -> Inputs:
-    """Random tokens with distinct picks; `out` is zeros, as for picks that no call computes."""
+    """Random tokens with distinct picks, of the whole call where the experts suffice; `out` is zeros, as for picks that no call
+    computes.
+    """
     device, experts = generator.device, len(layer.precisions)
     x = torch.randn(tokens, layer.hidden, generator=generator, device=device).bfloat16()
-    picks = torch.rand(tokens, experts, generator=generator, device=device).argsort(1)[:, :topk].contiguous()
+    if tokens * topk <= experts:
+        picks = torch.randperm(experts, generator=generator, device=device)[: tokens * topk].view(tokens, topk)
+    else:
+        picks = torch.rand(tokens, experts, generator=generator, device=device).argsort(1)[:, :topk].contiguous()
     weights = torch.rand(tokens, topk, generator=generator, device=device) + 0.1
     hidden = torch.empty(tokens * topk, layer.width, dtype=torch.bfloat16, device=device)
     return Inputs(x, Routed(picks, weights), layer, hidden, torch.zeros(tokens, topk, layer.hidden, device=device))

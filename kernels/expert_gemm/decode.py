@@ -24,7 +24,7 @@ _FP4_SHIFTS = (
     "shr.u32 m, $4, 6;\nmov.b32 s, $4;",
 )
 _CONSTANTS = "mov.b32 up, 0x7E807E80;\nmov.b32 minus, 0x80008000;"  # 2^126, and the -0 that keeps a product's sign
-_FP4 = tl.constexpr(
+FP4_PTX = tl.constexpr(
     "{\n.reg .b32 m, s, up, minus;\n"
     + _CONSTANTS
     + "".join(_FP4_PLACE.format(left=left, place=place) for place, left in enumerate(_FP4_SHIFTS))
@@ -40,7 +40,7 @@ mad.lo.u32 s, s, 0x11, 0x40404040;
 prmt.b32 ${first}, $9, $13, s;
 shr.u32 s, s, 16;
 prmt.b32 ${second}, $11, $15, s;"""
-_TWO_BIT = tl.constexpr(
+TWO_BIT_PTX = tl.constexpr(
     "{\n.reg .b32 s;"
     + "".join(_TWO_BIT_PLACE.format(shift=2 * p, first=2 * p, second=2 * p + 1) for p in range(4))
     + "\n}"
@@ -83,7 +83,7 @@ and.b32 m, m, 0x01C001C0;
 lop3.b32 m, s, 0x80008000, m, 0xEA;
 fma.rn.bf16x2 m, m, up, minus;
 fma.rn.bf16x2 ${second}, m, $12, minus;"""
-_MERGED = tl.constexpr(
+MERGED_PTX = tl.constexpr(
     "{\n.reg .b32 c, n, g, m, s, up, minus;\n"
     + _CONSTANTS
     + "".join(_MERGED_PLACE.format(shift=2 * p, first=2 * p, second=2 * p + 1) for p in range(4))
@@ -98,20 +98,20 @@ _MERGED_OPERANDS = tl.constexpr("=r,=r,=r,=r,=r,=r,=r,=r,r,r,r,r,r")
 @triton.jit
 def fp4_weights(codes, scales):
     """codes uint16, four nibbles; scales bfloat16."""
-    return tl.inline_asm_elementwise(_FP4, _FP4_OPERANDS, [codes, scales], _FOUR, is_pure=True, pack=2)
+    return tl.inline_asm_elementwise(FP4_PTX, _FP4_OPERANDS, [codes, scales], _FOUR, is_pure=True, pack=2)
 
 
 @triton.jit
 def two_bit_weights(codes, low, high):
     """codes uint8, four of two bits; low and high bytes of the row's bfloat16 levels, int32."""
-    return tl.inline_asm_elementwise(_TWO_BIT, _TWO_BIT_OPERANDS, [codes, low, high], _FOUR, is_pure=True, pack=4)
+    return tl.inline_asm_elementwise(TWO_BIT_PTX, _TWO_BIT_OPERANDS, [codes, low, high], _FOUR, is_pure=True, pack=4)
 
 
 @triton.jit
 def merged_weights(codes, residual, complement, scales):
     """codes and residual uint8, four of two bits each; complement uint8, 3 - partition; scales bfloat16."""
     return tl.inline_asm_elementwise(
-        _MERGED, _MERGED_OPERANDS, [codes, residual, complement, scales], _FOUR, is_pure=True, pack=4
+        MERGED_PTX, _MERGED_OPERANDS, [codes, residual, complement, scales], _FOUR, is_pure=True, pack=4
     )
 
 

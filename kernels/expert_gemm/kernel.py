@@ -19,7 +19,7 @@ from kernels.expert_gemm.decode import (
     two_bit_weights,
 )
 from kernels.expert_gemv import slabs
-from kernels.fp8_linear.kernel import round_to
+from kernels.fp8_linear.kernel import clamped_swiglu, round_to
 
 BLOCK = tl.constexpr(128)
 GROUPS = tl.constexpr(4)  # bytes of 32 weights in a block
@@ -188,9 +188,8 @@ def hidden_kernel(
     if KIND == TWO_BIT:
         gate *= tl.load(normalisers + 3 * expert)
         up *= tl.load(normalisers + 3 * expert + 1)
-    gate = tl.minimum(gate, limit)
-    result = gate / (1.0 + tl.exp(-gate)) * tl.minimum(tl.maximum(up, -limit), limit)
-    result *= tl.load(route_weights + pick, mask=present, other=0.0)[None, :]
+    weights = tl.load(route_weights + pick, mask=present, other=0.0)
+    result = clamped_swiglu(gate, up, limit) * weights[None, :]
     offsets = lanes.to(tl.int64)[None, :] * F + places[:, None]
     tl.store(hidden + offsets, round_to(result, tl.bfloat16, PORTABLE), mask=present[None, :])
 

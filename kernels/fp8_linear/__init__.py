@@ -3,6 +3,9 @@
 Up to DECODE_TOKENS tokens each weight is read once by a kernel that is bound by these bytes; more tokens take a tiled one.
 From sm_90 on, a call of few tokens fetches weights before the kernel ahead of it in the stream has ended: only that one
 kernel must not write them. Owns no weights and no scratch memory; on a CPU the definitions of `reference.py` run.
+
+NaN in x, and a scale byte of 255, give NaN in the outputs where the definition has them. Not kept on a GPU: E4M3's two NaN
+codes, which count as ±480, and values of a float32 x beyond bfloat16's, infinity among them, which give NaN.
 """
 
 from __future__ import annotations
@@ -20,7 +23,8 @@ from kernels.fp8_linear.stream_kernel import stream_kernel
 from kernels.tuning import Config, choose
 
 DECODE_TOKENS = 8
-SHARED_BYTES = 98304  # of the pipeline's buffers in the smallest card; an sm_86 block may have 101,376
+RESERVED_BYTES = 4096  # of a program's shared memory, for all but the pipeline
+SHARED_BYTES = 101376 - RESERVED_BYTES  # for the pipeline on the smallest cards, sm_86 and sm_89
 FULL_CARD_ROWS = 32768  # rows that give the SMs of a large card enough programs without slices
 DTYPES = (torch.bfloat16, torch.float32)
 
@@ -88,8 +92,12 @@ def candidates(x: Tensor, matrices: tuple[Matrix, ...]) -> list[Config]:
 
 
 def _prefill_candidates(x: Tensor, matrices: int) -> list[Config]:
-    """Tiles for many tokens: no wider than the tokens, by powers of two, and such that the stages fit this card."""
+    """Tiles for many tokens: no wider than the tokens, by powers of two, and such that the stages fit this card.
+
+    A step adds the two parts of float32 tokens one after the other, so that its columns would order the sums: all have 64.
+    """
     widest, limit = min(256, triton.next_power_of_2(x.shape[0])), shared_bytes(x.device)
+    widest_step = 64 if x.dtype == torch.float32 else 128
     configs = []
     for rows, tokens, columns, warps, stages in (
         (128, 256, 64, 8, 4),
@@ -100,21 +108,23 @@ def _prefill_candidates(x: Tensor, matrices: int) -> list[Config]:
         (64, 32, 128, 4, 3),
         (64, 16, 128, 4, 4),
         (64, 64, 64, 4, 3),
+        (64, 32, 64, 4, 3),
+        (64, 16, 64, 4, 3),
     ):
         per_step = columns * (rows * matrices + tokens * x.element_size())
         fits = per_step * stages <= limit and rows * tokens * matrices <= 32 * 1024 * warps // 8
-        if min(widest // 2, 64) <= tokens <= widest and fits:
+        if min(widest // 2, 64) <= tokens <= widest and fits and columns <= widest_step:
             configs.append(_config(ROWS=rows, TOKENS=tokens, COLUMNS=columns, num_warps=warps, num_stages=stages))
     return configs
 
 
 @cache
 def shared_bytes(device: torch.device) -> int:
-    """What a program's pipeline may take on this card; 4 KiB are left for the rest."""
+    """What a program's pipeline may take on this card."""
     if device.type == "cpu":
         return SHARED_BYTES
     index = torch.cuda.current_device() if device.index is None else device.index
-    return int(triton.runtime.driver.active.utils.get_device_properties(index)["max_shared_mem"]) - 4096
+    return int(triton.runtime.driver.active.utils.get_device_properties(index)["max_shared_mem"]) - RESERVED_BYTES
 
 
 @cache
@@ -174,9 +184,11 @@ def _check(x: Tensor, matrices: tuple[Matrix, ...], out: Tensor) -> None:
             f"fp8_linear: x {tuple(x.shape)} and out {tuple(out.shape)}, expected [T, K] and [T, N], or [T, G, K] and [T, G, N]"
         )
     (tokens, groups, columns), rows = x.shape, out.shape[1] * out.shape[2]
-    if out.shape[:2] != (tokens, groups) or rows % (groups * BLOCK_SIZE) or columns % BLOCK_SIZE or not rows * columns:
+    divisible = out.shape[2] % BLOCK_SIZE == 0 and columns % BLOCK_SIZE == 0
+    if out.shape[:2] != (tokens, groups) or not divisible or not rows * columns:
         raise ValueError(
-            f"fp8_linear: x {tuple(x.shape)} and out {tuple(out.shape)}, expected [T, G, K] and [T, G, N] with K and N multiples of 128"
+            f"fp8_linear: x {tuple(x.shape)} and out {tuple(out.shape)}, expected [T, G, K] and [T, G, N] with K and N multiples of "
+            "128, none zero"
         )
     if x.dtype not in DTYPES or out.dtype not in DTYPES:
         raise ValueError(f"fp8_linear: x {x.dtype} and out {out.dtype}, expected bfloat16 or float32; convert them")

@@ -35,7 +35,7 @@ fma.rn.bf16x2 $1, b, s, t;
 
 
 # The same times a power of two: $3 is 2^(120 - d) twice, so that a value * 2^-d comes out (d up to 110 exactly).
-_DECODE_SCALED = tl.constexpr(DECODE_E4M3.value.replace("mov.b32 s, 0x7B807B80;", "mov.b32 s, $3;"))
+DECODE_SCALED = tl.constexpr(DECODE_E4M3.value.replace("mov.b32 s, 0x7B807B80;", "mov.b32 s, $3;"))
 
 
 @triton.jit
@@ -55,10 +55,11 @@ def decode_e8m0(byte):
 
 @triton.jit
 def round_to(x, dtype: tl.constexpr, PORTABLE: tl.constexpr):
-    """Float32 x in `dtype`, rounded to nearest even; the interpreter would truncate to bfloat16."""
+    """Float32 x in `dtype`, rounded to nearest even, NaN kept; the interpreter would truncate to bfloat16."""
     if PORTABLE and dtype == tl.bfloat16:
         bits = x.to(tl.int32, bitcast=True)
-        x = ((bits + 0x7FFF + ((bits >> 16) & 1)) & -65536).to(tl.float32, bitcast=True)
+        rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) & -65536).to(tl.float32, bitcast=True)
+        x = tl.where(x == x, rounded, float("nan"))  # a NaN of all ones would round to -0
     return x.to(dtype)
 
 
@@ -69,10 +70,12 @@ def _product(codes, x):
 
 
 @triton.jit
-def _clamped_swiglu(gate, up, limit):
-    """silu(min(gate, limit)) * clamp(up, ±limit)."""
-    gate = tl.minimum(gate, limit)
-    return gate / (1.0 + tl.exp(-gate)) * tl.minimum(tl.maximum(up, -limit), limit)
+def clamped_swiglu(gate, up, limit):
+    """silu(min(gate, limit)) * clamp(up, ±limit); NaN where either is: the card's plain minimum would drop it."""
+    ALL: tl.constexpr = tl.PropagateNan.ALL
+    gate = tl.minimum(gate, limit, propagate_nan=ALL)
+    up = tl.minimum(tl.maximum(up, -limit, propagate_nan=ALL), limit, propagate_nan=ALL)
+    return gate / (1.0 + tl.exp(-gate)) * up
 
 
 @triton.jit
@@ -124,7 +127,7 @@ def decode_kernel(
 
     result = tl.sum(total, 0)
     if SWIGLU:
-        result = _clamped_swiglu(result, tl.sum(total_up, 0), limit)
+        result = clamped_swiglu(result, tl.sum(total_up, 0), limit)
     out_offsets = tokens[None, :] * rows_total + rows[:, None]
     tl.store(out + out_offsets, round_to(result, out.dtype.element_ty, True), mask=(tokens < T)[None, :])
 
@@ -145,7 +148,7 @@ def _add_scaled(total, codes, x, below, PORTABLE: tl.constexpr):
     else:
         factor = (tl.maximum(247 - below, 0) << 7) * 0x10001
         weights = tl.inline_asm_elementwise(
-            _DECODE_SCALED, "=r,=r,r,r,r,r,r", [codes, factor], tl.bfloat16, is_pure=True, pack=4
+            DECODE_SCALED, "=r,=r,r,r,r,r,r", [codes, factor], tl.bfloat16, is_pure=True, pack=4
         )
         if x.dtype == tl.float32:
             high = x.to(tl.bfloat16)
@@ -205,6 +208,6 @@ def prefill_kernel(
 
     total *= decode_e8m0(top)
     if SWIGLU:
-        total = _clamped_swiglu(total, total_up * decode_e8m0(top_up), limit)
+        total = clamped_swiglu(total, total_up * decode_e8m0(top_up), limit)
     out_offsets = tokens[None, :] * rows_total + rows[:, None]
     tl.store(out + out_offsets, round_to(total, out.dtype.element_ty, PORTABLE), mask=(tokens < T)[None, :])

@@ -11,12 +11,12 @@ from kernels.formats import Matrix, dequantize_fp8_block
 
 def fp8_linear_reference(x: Tensor, matrix: Matrix) -> Tensor:
     """y[t, n] = Σ_k W[n, k] · x[t, k], float32 [T, N]."""
-    return F.linear(x.float(), dequantize_fp8_block(matrix))
+    return F.linear(x.float(), _weight(matrix))
 
 
 def fp8_grouped_linear_reference(x: Tensor, matrix: Matrix) -> Tensor:
     """y[t, g, n] = Σ_k W[g·N + n, k] · x[t, g, k], float32 [T, G, N]; W is [G·N, K]."""
-    weight = dequantize_fp8_block(matrix).unflatten(0, (x.shape[1], -1))
+    weight = _weight(matrix).unflatten(0, (x.shape[1], -1))
     return torch.einsum("tgk,gnk->tgn", x.float(), weight)
 
 
@@ -24,3 +24,8 @@ def fp8_swiglu_reference(x: Tensor, w1: Matrix, w3: Matrix, limit: float) -> Ten
     """silu(min(W1·x, limit)) · clamp(W3·x, ±limit), float32 [T, F]: facts 3.10 up to w2 (`kernels.expert.expert_ffn`)."""
     gate = fp8_linear_reference(x, w1).clamp(max=limit)
     return F.silu(gate) * fp8_linear_reference(x, w3).clamp(-limit, limit)
+
+
+def _weight(matrix: Matrix) -> Tensor:
+    """W in float32; codes given as bytes are E4M3 all the same."""
+    return dequantize_fp8_block(Matrix(matrix.codes.view(torch.float8_e4m3fn), matrix.scales))

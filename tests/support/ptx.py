@@ -11,6 +11,18 @@ WORD = 2**32 - 1
 
 def sum_of_products(assembly: str, operands: dict[int, int]) -> float:
     """What the two halves of `acc` add up to after `assembly`, in float64; operands: $number -> word."""
+    _, halves = _execute(assembly, operands)
+    return float(halves.sum())
+
+
+def bfloat16_outputs(assembly: str, operands: dict[int, int], words: int) -> list[float]:
+    """The bfloat16 values that `assembly` leaves in $0…$(words - 1), low halves first; operands: $number -> word."""
+    registers, _ = _execute(assembly, operands)
+    return [float(half) for word in range(words) for half in _bfloat16_halves(registers[f"${word}"])]
+
+
+def _execute(assembly: str, operands: dict[int, int]) -> tuple[dict[str, int], np.ndarray]:
+    """The registers and the halves of `acc` at the end."""
     registers = {f"${number}": word & WORD for number, word in operands.items()}
     halves = np.zeros(2)
     for line in assembly.split("\n"):
@@ -27,11 +39,22 @@ def sum_of_products(assembly: str, operands: dict[int, int]) -> float:
             halves = halves * (operation == "fma.rn.f16x2") + _halves(words[0]) * _halves(words[1])
         else:
             registers[target] = OPERATIONS[operation](*words)
-    return float(halves.sum())
+    return registers, halves
 
 
 def _halves(word: int) -> np.ndarray:
     return np.array([word], np.uint32).view(np.float16).astype(np.float64)
+
+
+def _bfloat16_halves(word: int) -> np.ndarray:
+    return np.array([word << 16 & WORD, word & 0xFFFF0000], np.uint32).view(np.float32).astype(np.float64)
+
+
+def _fma_bfloat16(a: int, b: int, c: int) -> int:
+    """Rounded to nearest even: a bfloat16 is the upper half of a float32, which holds every product that is added to zero."""
+    wide = (_bfloat16_halves(a) * _bfloat16_halves(b) + _bfloat16_halves(c)).astype(np.float32).view(np.uint32)
+    low, high = (int(bits) + 0x7FFF + (int(bits) >> 16 & 1) >> 16 for bits in wide)
+    return high << 16 | low
 
 
 def _lop3(a: int, b: int, c: int, table: int) -> int:
@@ -49,6 +72,14 @@ OPERATIONS = {
     "shl.b32": lambda a, n: a << n & WORD,
     "shr.b32": lambda a, n: a >> n,
     "and.b32": lambda a, b: a & b,
+    "shr.u32": lambda a, n: a >> n,
+    "or.b32": lambda a, b: a | b,
+    "xor.b32": lambda a, b: a ^ b,
+    "not.b32": lambda a: ~a & WORD,
+    "add.u32": lambda a, b: a + b & WORD,
+    "sub.u32": lambda a, b: a - b & WORD,
+    "mad.lo.u32": lambda a, b, c: a * b + c & WORD,
+    "fma.rn.bf16x2": _fma_bfloat16,
     "lop3.b32": _lop3,
     "prmt.b32": _prmt,
     "mul.lo.u32": lambda a, b: a * b & WORD,
