@@ -12,6 +12,7 @@ import math
 import torch
 from torch import Tensor
 
+from kernels.checks import FLOAT32, FLOATS, expect
 from kernels.decode_attention import reference
 from kernels.decode_attention.compressor_kernel import prepare_kernel, rows_kernel
 from kernels.decode_attention.indexer_kernel import scores_kernel, select_kernel
@@ -23,7 +24,6 @@ from kernels.decode_attention.layer import (
     Pool,
     Workspace,
     allocate_workspace,
-    check,
     num_chunks,
 )
 from kernels.tuning import Config, choose
@@ -47,9 +47,9 @@ def compressor_rows(a: Tensor, weight: Tensor, out: Tensor) -> Tensor:
     Raises:
         ValueError: A shape, dtype, device or layout is not as above.
     """
-    check("weight", weight, (weight.shape[0], a.shape[-1]), weight.dtype, a.device)
-    check("a", a, (weight.shape[1],), a.dtype, weight.device)
-    check("out", out[: weight.shape[0]], (weight.shape[0],), torch.float32, a.device)
+    expect("compressor_rows", "a", a, ("D",), FLOATS, a.device)
+    expect("compressor_rows", "weight", weight, ("R", a.shape[0]), FLOATS, a.device)
+    expect("compressor_rows", "out", out, (weight.shape[0],), FLOAT32, a.device, more_rows=True)
     if a.device.type == "cpu":
         out[: weight.shape[0]] = reference.compressor_rows(a, weight)
         return out
@@ -78,7 +78,8 @@ def prepare(
     Args:
         queries: [H, d] bfloat16 or float32, wq_b's output.
         kv: [d] likewise, wkv's output.
-        position: int64 scalar on the device.
+        position: int64 scalar on the device, from 0 up and below ratio * capacity of the pools. Nobody can check that without
+            waiting for the device: the entries of later tokens are not kept, and the attention does not see them.
         layer: Its memory is modified.
         workspace: `rows` holds this token's products where the layer has a compressor.
         index_queries: [index_heads, di], the indexer's wq_b's output; needed where the layer selects.
@@ -87,14 +88,13 @@ def prepare(
         ValueError: A shape, dtype, device or layout is not as above.
     """
     device = layer.window_ring.device
-    check("queries", queries, (layer.num_heads, layer.width), queries.dtype, device)
-    check("kv", kv, (layer.width,), kv.dtype, device)
-    check("position", position, (), torch.int64, device)
+    expect("prepare", "queries", queries, (layer.num_heads, layer.width), FLOATS, device)
+    expect("prepare", "kv", kv, (layer.width,), FLOATS, device)
     if layer.selects and index_queries is None:
-        raise ValueError("index_queries: None, expected the indexer's queries in a layer that selects; pass them")
+        raise ValueError("prepare: index_queries: None, expected the indexer's in a layer that selects; pass them")
     if index_queries is not None:
-        check("index_queries", index_queries, (layer.index_heads, layer.index_width), index_queries.dtype, device)
-    _check_workspace(layer, workspace)
+        expect("prepare", "index_queries", index_queries, (layer.index_heads, layer.index_width), FLOATS, device)
+    _check_step("prepare", position, layer, workspace)
     run = reference.prepare_all if device.type == "cpu" else launch_prepare
     run(queries, kv, index_queries if layer.selects else None, position, layer, workspace)
 
@@ -113,8 +113,7 @@ def select(position: Tensor, layer: Layer, workspace: Workspace) -> Tensor:
     Raises:
         ValueError: A shape, dtype, device or layout is not as above.
     """
-    check("position", position, (), torch.int64, layer.window_ring.device)
-    _check_workspace(layer, workspace)
+    _check_step("select", position, layer, workspace)
     if layer.selects:
         (reference.select_all if position.device.type == "cpu" else launch_select)(position, layer, workspace)
     return workspace.indices
@@ -135,9 +134,8 @@ def attend(position: Tensor, layer: Layer, workspace: Workspace, out: Tensor) ->
     Raises:
         ValueError: A shape, dtype, device or layout is not as above.
     """
-    check("position", position, (), torch.int64, layer.window_ring.device)
-    check("out", out, (layer.num_heads, layer.width), out.dtype, layer.window_ring.device)
-    _check_workspace(layer, workspace)
+    expect("attend", "out", out, (layer.num_heads, layer.width), FLOATS, layer.window_ring.device)
+    _check_step("attend", position, layer, workspace)
     if position.device.type == "cpu":
         return out.copy_(reference.attend_all(workspace.queries, position, layer, workspace.indices))
     launch_attend(position, layer, workspace, out)
@@ -160,7 +158,7 @@ def launch_prepare(
     prepare_kernel[(layer.num_heads + 3 + index_programs,)](
         queries, workspace.queries, kv, layer.kv_norm, layer.window_ring, workspace.rows,
         *_pool_tensors(pool), index_queries, workspace.index_queries, *_pool_tensors(index_pool),
-        layer.frequencies, position, layer.norm_eps,
+        layer.frequencies, position, 0 if pool is None else pool.capacity, layer.norm_eps,
         H=layer.num_heads, D=layer.width, TAIL=layer.tail, W=layer.window_ring.shape[0], RATIO=layer.ratio,
         DI=layer.index_width, HAS_INDEX_QUERIES=index_queries is not None,
         RULE_KV="B" if layer.round_kv else "", RULE_ENTRIES="B" if pool is not None and pool.rounding else "",
@@ -251,20 +249,26 @@ def _select_warps(size: int) -> int:
     return min(32, max(4, size // 512))
 
 
-def _check_workspace(layer: Layer, workspace: Workspace) -> None:
-    """The shared buffers have this layer's widths and at least its lengths."""
-    device, split = layer.window_ring.device, layer.split.count
-    heads, width = layer.num_heads, layer.width
-    check("workspace.queries", workspace.queries, (heads, width), layer.window_ring.dtype, device)
-    check("workspace.sums", workspace.sums[:split], (split, heads, width), torch.float32, device)
-    check("workspace.rows", workspace.rows[: layer.num_rows], (layer.num_rows,), torch.float32, device)
+def _check_step(op: str, position: Tensor, layer: Layer, workspace: Workspace) -> None:
+    """The position is one, and the shared buffers have this layer's widths and at least its lengths."""
+    ring, heads, width, splits = layer.window_ring, layer.num_heads, layer.width, layer.split.count
+    expect(op, "position", position, (), (torch.int64,), ring.device)
+    expect(op, "workspace.queries", workspace.queries, (heads, width), (ring.dtype,), ring.device)
+    for name, shape in (("sums", (splits, heads, width)), ("maxima", (splits, heads)), ("weights", (splits, heads))):
+        expect(op, f"workspace.{name}", getattr(workspace, name), shape, FLOAT32, ring.device, more_rows=True)
+    expect(op, "workspace.rows", workspace.rows, (layer.num_rows,), FLOAT32, ring.device, more_rows=True)
     if layer.selects:
         assert layer.index_pool is not None
-        capacity = layer.index_pool.capacity
-        index_shape = (layer.index_heads, layer.index_width)
-        check("workspace.index_queries", workspace.index_queries, index_shape, layer.window_ring.dtype, device)
-        check("workspace.keys", workspace.keys[:capacity], (capacity,), torch.int32, device)
-        check("workspace.indices", workspace.indices, (layer.index_topk,), torch.int32, device)
-        if num_chunks(capacity) > 1:
-            shape = (num_chunks(capacity), layer.index_topk)
-            check("workspace.chunk_keys", workspace.chunk_keys, shape, torch.int32, device)
+        _check_choice(op, layer, layer.index_pool.capacity, workspace)
+
+
+def _check_choice(op: str, layer: Layer, capacity: int, workspace: Workspace) -> None:
+    device, int32 = layer.window_ring.device, (torch.int32,)
+    shape = (layer.index_heads, layer.index_width)
+    expect(op, "workspace.index_queries", workspace.index_queries, shape, (layer.window_ring.dtype,), device)
+    expect(op, "workspace.keys", workspace.keys, (capacity,), int32, device, more_rows=True)
+    expect(op, "workspace.indices", workspace.indices, (layer.index_topk,), int32, device)
+    if num_chunks(capacity) > 1:
+        shape = (num_chunks(capacity), layer.index_topk)
+        expect(op, "workspace.chunk_keys", workspace.chunk_keys, shape, int32, device, more_rows=True)
+        expect(op, "workspace.chunk_indices", workspace.chunk_indices, shape, int32, device, more_rows=True)

@@ -99,6 +99,7 @@ def _compress(
     entries_ptr,  # [N + 1, E] bf16|f32, row position // RATIO is written where the token completes its window
     frequencies_ptr,
     position,
+    N,
     eps,
     E: tl.constexpr,
     TAIL: tl.constexpr,
@@ -106,9 +107,10 @@ def _compress(
     OVERLAP: tl.constexpr,
     RULE: tl.constexpr,
 ):
+    """One compressor's memory after the token, and the entry that it completes, unless that lies beyond the N that fit."""
     C: tl.constexpr = OVERLAP * E
     channels = tl.arange(0, C)
-    if (position + 1) % RATIO == 0:
+    if ((position + 1) % RATIO == 0) & (position // RATIO < N):
         pooled = _pooled(rows_ptr, ape_ptr, values_ptr, gates_ptr, position, E, RATIO, OVERLAP)
         entry = _normed_row(pooled, norm_ptr, position + 1 - RATIO, frequencies_ptr, eps, E, TAIL, RULE)
         tl.store(entries_ptr + position // RATIO * E + tl.arange(0, E), entry)
@@ -140,6 +142,7 @@ def prepare_kernel(
     index_entries_ptr,  # the indexer's compressor's
     frequencies_ptr,  # [TAIL / 2] f32
     position_ptr,  # int64
+    N,  # entries that fit in the context, of either compressor
     eps,
     H: tl.constexpr,
     D: tl.constexpr,
@@ -167,14 +170,14 @@ def prepare_kernel(
     elif program == H + 1:
         if RATIO > 0:
             _compress(
-                rows_ptr, ape_ptr, norm_ptr, values_ptr, gates_ptr, entries_ptr, frequencies_ptr, position, eps,
-                D, TAIL, RATIO, OVERLAP, RULE_ENTRIES,
+                rows_ptr, ape_ptr, norm_ptr, values_ptr, gates_ptr, entries_ptr, frequencies_ptr, position,
+                N, eps, D, TAIL, RATIO, OVERLAP, RULE_ENTRIES,
             )  # fmt: skip
     elif program == H + 2:
         if DI > 0:
             _compress(
                 rows_ptr + 2 * OVERLAP * D, index_ape_ptr, index_norm_ptr, index_values_ptr, index_gates_ptr,
-                index_entries_ptr, frequencies_ptr, position, eps, DI, TAIL, RATIO, OVERLAP, RULE_INDEX_ENTRIES,
+                index_entries_ptr, frequencies_ptr, position, N, eps, DI, TAIL, RATIO, OVERLAP, RULE_INDEX_ENTRIES,
             )  # fmt: skip
     else:
         if HAS_INDEX_QUERIES:

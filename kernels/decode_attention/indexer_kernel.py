@@ -35,9 +35,10 @@ def scores_kernel(
         if PORTABLE:
             entries, queries = entries.to(tl.float32), queries.to(tl.float32)
         products = tl.dot(entries, tl.trans(queries), input_precision="ieee")
-        scores = tl.sum(tl.maximum(products, 0.0) * weights[None, :], 1)
+        positive = tl.maximum(products, 0.0, propagate_nan=tl.PropagateNan.ALL)
+        scores = tl.sum(positive * weights[None, :], 1)
         scores = tl.where(scores == 0.0, 0.0, scores)  # -0 ties with +0
-        bits = scores.to(tl.int32, bitcast=True)
+        bits = tl.where(scores == scores, scores.to(tl.int32, bitcast=True), 0x7FFFFFFF)  # NaN above all, as in a sort
         tl.store(keys_ptr + indices, bits ^ ((bits >> 31) | -0x80000000), mask=inside)
 
 

@@ -7,10 +7,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kernels.checks import FLOAT32, FLOATS, expect
+
 SPLIT_BLOCK = 32  # keys of one step of the attention
 MAX_SPLITS = 40  # more keys than 40 blocks: longer splits, so that the partial sums stay near 5 MB
 SELECT_CHUNK = 16384  # keys that one program of the selection holds in registers
-ROUNDING_GROUP = 64
+RULE_B_GROUP, RULE_C_GROUP = 64, 32  # values under one scale
+OP = "decode_attention.Layer"
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +23,8 @@ class Pool:
     ape: [ratio, C] float32. norm: [e]. values, gates: [span, C] float32, token t in row t mod span. entries: [N + 1, e], entry
     i in row i, the last row never read. C = 2e and span = 2 ratio where windows overlap (ratio 4), else C = e and span = ratio.
     rounding: Rule B in the attention's, rule C in the indexer's.
+
+    Before the first token gates are -inf and values finite: the first windows reach back before it, with weight 0.
     """
 
     ratio: int
@@ -48,8 +53,11 @@ class Layer:
     kv_norm: [d]. sink: [H] float32. frequencies: [r] float32, the RoPE tail is 2r channels. window_ring: [W, d], token t in row
     t mod W. pool: None in window-only layers. index_pool: None outside ratio 4. round_kv: Rule B. round_index: Rule C on queries.
 
+    pool and index_pool: Of one ratio and one capacity.
+
     Raises:
-        ValueError: A shape or dtype is not as above, or d, 2r, or the indexer's width is not a power of two.
+        ValueError: A shape or dtype is not as above, d or the indexer's width is not a power of two of at least 16, 2r is none
+            or wider than they are, or the indexer lacks a pool, heads or index_topk.
     """
 
     kv_norm: Tensor
@@ -65,27 +73,16 @@ class Layer:
     round_index: bool = False
 
     def __post_init__(self) -> None:
-        dtype, device = self.window_ring.dtype, self.window_ring.device
-        check("window_ring", self.window_ring, (self.window_ring.shape[0], self.width), dtype, device)
-        check("kv_norm", self.kv_norm, (self.width,), self.kv_norm.dtype, device)
-        check("sink", self.sink, (self.num_heads,), torch.float32, device)
-        check("frequencies", self.frequencies, (self.tail // 2,), torch.float32, device)
-        for name, width in (
-            ("head width", self.width),
-            ("RoPE tail", self.tail),
-            ("indexer's width", self.index_width),
-        ):
-            if width & (width - 1) or (width and width < 16 and name != "RoPE tail"):
-                raise ValueError(
-                    f"{name} is {width}, expected a power of two of at least 16; use the reference operators"
-                )
-        if self.round_kv and (self.width - self.tail) % ROUNDING_GROUP:
-            raise ValueError(
-                f"{self.width - self.tail} channels before the RoPE tail, expected groups of {ROUNDING_GROUP}"
-            )
-        for pool, width in ((self.pool, self.width), (self.index_pool, self.index_width)):
-            if pool is not None:
-                _check_pool(pool, width, dtype, device)
+        device = self.window_ring.device
+        expect(OP, "window_ring", self.window_ring, ("W", "d"), FLOATS, device)
+        expect(OP, "kv_norm", self.kv_norm, (self.width,), FLOATS, device)
+        expect(OP, "sink", self.sink, ("H",), FLOAT32, device)
+        expect(OP, "frequencies", self.frequencies, ("r",), FLOAT32, device)
+        if self.pool is not None:
+            _check_pool("pool", self.pool, self.width, self.window_ring)
+        if self.index_pool is not None:
+            _check_indexer(self, self.index_pool)
+        _check_widths(self)
 
     @property
     def width(self) -> int:
@@ -223,23 +220,58 @@ def num_chunks(entries: int) -> int:
     return -(-entries // SELECT_CHUNK)
 
 
-def check(name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
-    """Raises ValueError unless `tensor` is contiguous and has this shape, dtype and device."""
-    found = (tuple(tensor.shape), tensor.dtype, tensor.device, tensor.is_contiguous())
-    if found != (shape, dtype, device, True):
+def _check_widths(layer: Layer) -> None:
+    """Those that the kernels are written for."""
+    widths = {"head width": layer.width}
+    if layer.index_pool is not None:
+        widths["indexer's width"] = layer.index_width
+    for name, width in widths.items():
+        if width < 16 or width & (width - 1):
+            raise ValueError(f"{OP}: {name} is {width}, expected a power of two of at least 16; use the reference")
+    narrowest = min(widths.values())
+    if not 0 < layer.tail <= narrowest or layer.tail & (layer.tail - 1):
         raise ValueError(
-            f"{name}: {list(tensor.shape)} {tensor.dtype} on {tensor.device}{'' if found[3] else ', not contiguous'}, "
-            f"expected contiguous {list(shape)} {dtype} on {device}; make it so before the call"
+            f"{OP}: RoPE tail is {layer.tail}, expected a power of two from 2 to {narrowest}, the narrowest head; "
+            "pass half as many frequencies"
+        )
+    rule_b = layer.round_kv or (layer.pool is not None and layer.pool.rounding)
+    if rule_b and ((layer.width - layer.tail) % RULE_B_GROUP or layer.width < RULE_B_GROUP):
+        channels = f"{layer.width - layer.tail} channels before the RoPE tail"
+        raise ValueError(f"{OP}: {channels}, expected groups of {RULE_B_GROUP} for rule B; use the reference")
+    rule_c = layer.index_pool is not None and (layer.round_index or layer.index_pool.rounding)
+    if rule_c and layer.index_width < RULE_C_GROUP:
+        found = f"indexer's width is {layer.index_width}"
+        raise ValueError(f"{OP}: {found}, expected at least a group of {RULE_C_GROUP} for rule C; use the reference")
+
+
+def _check_indexer(layer: Layer, index_pool: Pool) -> None:
+    """The indexer chooses among the entries of a compressor that keeps step with its own."""
+    if layer.pool is None:
+        raise ValueError(f"{OP}: index_pool without a pool, expected both; pass the compressor that it chooses from")
+    expect(OP, "index_pool.norm", index_pool.norm, ("di",), FLOATS, layer.window_ring.device)
+    _check_pool("index_pool", index_pool, layer.index_width, layer.window_ring)
+    ratios, capacities = (layer.pool.ratio, index_pool.ratio), (layer.pool.capacity, index_pool.capacity)
+    if len(set(ratios)) > 1 or len(set(capacities)) > 1:
+        raise ValueError(
+            f"{OP}: pools of ratios {ratios} and capacities {capacities}, expected equal ones; allocate both for one context"
+        )
+    if layer.index_heads < 1 or layer.index_topk < 1:
+        found = f"{layer.index_heads} index_heads and index_topk {layer.index_topk}"
+        raise ValueError(f"{OP}: {found} with an index_pool, expected at least 1 of both; pass the config's")
+    if layer.selects and num_chunks(index_pool.capacity) * layer.index_topk > SELECT_CHUNK:
+        found = f"index_topk {layer.index_topk} of {index_pool.capacity} entries"
+        raise ValueError(
+            f"{OP}: {found}, expected at most {SELECT_CHUNK // num_chunks(index_pool.capacity)}; shorten the context"
         )
 
 
-def _check_pool(pool: Pool, width: int, dtype: torch.dtype, device: torch.device) -> None:
-    overlap = 2 if pool.ratio == 4 else 1
-    memory = (overlap * pool.ratio, overlap * width)
+def _check_pool(name: str, pool: Pool, width: int, ring: Tensor) -> None:
     if pool.ratio not in (4, 128):
-        raise ValueError(f"compressor of ratio {pool.ratio}, expected 4 or 128; use the reference operators")
-    check("compressor's ape", pool.ape, (pool.ratio, memory[1]), torch.float32, device)
-    check("compressor's norm", pool.norm, (width,), pool.norm.dtype, device)
-    check("compressor's values", pool.values, memory, torch.float32, device)
-    check("compressor's gates", pool.gates, memory, torch.float32, device)
-    check("compressor's entries", pool.entries, (pool.capacity + 1, width), dtype, device)
+        raise ValueError(f"{OP}: {name} has ratio {pool.ratio}, expected 4 or 128; use the reference")
+    overlap = 2 if pool.ratio == 4 else 1
+    memory, device = (overlap * pool.ratio, overlap * width), ring.device
+    expect(OP, f"{name}.ape", pool.ape, (pool.ratio, memory[1]), FLOAT32, device)
+    expect(OP, f"{name}.norm", pool.norm, (width,), FLOATS, device)
+    expect(OP, f"{name}.values", pool.values, memory, FLOAT32, device)
+    expect(OP, f"{name}.gates", pool.gates, memory, FLOAT32, device)
+    expect(OP, f"{name}.entries", pool.entries, (1, width), (ring.dtype,), device, more_rows=True)

@@ -58,6 +58,7 @@ def round_e4m3(x, kept, N: tl.constexpr, GROUP: tl.constexpr):
     normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000).to(tl.float32, bitcast=True)
     subnormal = (scaled + 24576.0) - 24576.0  # below 2^-6 the codes are the multiples of 2^-9
     rounded = tl.where(tl.abs(scaled) < 0.015625, subnormal, normal) * scale[:, None]
+    rounded = tl.where(groups == groups, rounded, groups)  # the integers would make a zero of NaN
     first = tl.arange(0, N // GROUP) * GROUP
     return tl.reshape(tl.where((first < kept)[:, None], rounded, groups), [N])
 

@@ -14,18 +14,13 @@ import torch
 from torch import Tensor
 
 from kernels.decode_attention.layer import Layer, Pool, Workspace
+from kernels.norm.reference import rms_norm_reference
 from kernels.rounding import hadamard_matrix, round_to_e2m1, round_to_e4m3
 
 
 def compressor_rows(a: Tensor, weight: Tensor) -> Tensor:
     """weight [R, D] · a [D], float32 [R]."""
     return weight.float() @ a.float()
-
-
-def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
-    """weight * x / sqrt(mean(x²) + eps), float32."""
-    normed = x.float() / (x.float().square().mean(-1, keepdim=True) + eps).sqrt()
-    return normed if weight is None else normed * weight.float()
 
 
 def rope(x: Tensor, position: int, frequencies: Tensor, inverse: bool = False) -> Tensor:
@@ -43,8 +38,8 @@ def prepare(
 ) -> dict[str, Tensor]:
     """float32 queries [H, d] and index_queries [HI, di] as the attention uses them; the layer's memory is written."""
     p = int(position)
-    result = {"queries": rope(rms_norm(queries, None, layer.norm_eps), p, layer.frequencies)}
-    row = rope(rms_norm(kv, layer.kv_norm, layer.norm_eps), p, layer.frequencies)
+    result = {"queries": rope(rms_norm_reference(queries, None, layer.norm_eps), p, layer.frequencies)}
+    row = rope(rms_norm_reference(kv, layer.kv_norm, layer.norm_eps), p, layer.frequencies)
     layer.window_ring[p % layer.window_ring.shape[0]] = _rounded_kv(row, layer) if layer.round_kv else row
     if index_queries is not None:
         turned = rope(index_queries.float(), p, layer.frequencies)
@@ -53,11 +48,11 @@ def prepare(
 
 
 def compress(rows: Tensor, position: Tensor, layer: Layer, pool: Pool) -> None:
-    """Writes a token's values and gates [2C] float32, and the entry it completes, into `pool`."""
+    """Writes a token's values and gates [2C] float32, and the entry it completes if there is room for it, into `pool`."""
     p, span, channels = int(position), pool.values.shape[0], pool.values.shape[1]
     pool.values[p % span] = rows[:channels]
     pool.gates[p % span] = rows[channels:] + pool.ape[p % pool.ratio]
-    if (p + 1) % pool.ratio:
+    if (p + 1) % pool.ratio or p // pool.ratio >= pool.capacity:
         return
     window = torch.arange(p + 1 - span, p + 1, device=rows.device) % span
     values, gates, width = pool.values[window], pool.gates[window], pool.norm.shape[0]
@@ -65,7 +60,7 @@ def compress(rows: Tensor, position: Tensor, layer: Layer, pool: Pool) -> None:
         values = torch.cat([values[: span // 2, :width], values[span // 2 :, width:]])
         gates = torch.cat([gates[: span // 2, :width], gates[span // 2 :, width:]])
     pooled = (gates.softmax(0) * values).sum(0)
-    entry = rope(rms_norm(pooled, pool.norm, layer.norm_eps), p + 1 - pool.ratio, layer.frequencies)
+    entry = rope(rms_norm_reference(pooled, pool.norm, layer.norm_eps), p + 1 - pool.ratio, layer.frequencies)
     if pool.rounding:
         entry = _rounded_index(entry) if pool is layer.index_pool else _rounded_kv(entry, layer)
     pool.entries[p // pool.ratio] = entry

@@ -15,7 +15,8 @@ from kernels.dense_layer.reference import dense_layer_reference
 from kernels.formats import BLOCK_SIZE, Matrix
 from kernels.fp8_linear.cases import make_matrix
 from kernels.hyper_connections import MIXING_ROWS, Mixer
-from kernels.hyper_connections.reference import norm_reference, pre_reference
+from kernels.hyper_connections.reference import pre_reference
+from kernels.norm.reference import rms_norm_reference
 from kernels.router import RouterWeights
 
 LIMIT, SCALING, VOCAB = 10.0, 1.5, 129_280
@@ -182,7 +183,7 @@ def _make_choice_certain(weights: LayerWeights, memory: Layer, given: Tensor) ->
     """
     assert memory.index_pool is not None and weights.rows is not None
     mixed = pre_reference(given, *weights.attn_mixer)[0]
-    a = norm_reference(mixed, weights.attn_norm, weights.attn_mixer.norm_eps)[0]
+    a = rms_norm_reference(mixed, weights.attn_norm, weights.attn_mixer.norm_eps)[0]
     weights.rows[-memory.index_heads :] = a / a.shape[0]  # every head's weight is near 1
     memory.index_pool.entries[2 * memory.index_topk :] = 0
     memory.index_pool.entries[1::2] = 0

@@ -19,7 +19,7 @@ from kernels.decode_attention.reference import attend_all, compressor_rows, prep
 from kernels.dense_layer import LayerWeights
 from kernels.expert_gemv.reference import add_picks_reference
 from kernels.fp8_linear.reference import fp8_grouped_linear_reference, fp8_linear_reference, fp8_swiglu_reference
-from kernels.hyper_connections.reference import norm_reference, post_reference, pre_reference
+from kernels.hyper_connections.reference import post_reference, pre_reference
 from kernels.norm.reference import rms_norm_reference
 from kernels.router.reference import router_reference, scores_reference
 
@@ -50,11 +50,11 @@ def dense_layer_reference(
         outputs: [1, K, D], the routed experts' outputs.
     """
     mixed, post, combination = pre_reference(streams, *weights.attn_mixer)
-    a = norm_reference(mixed, weights.attn_norm, weights.attn_mixer.norm_eps)
+    a = rms_norm_reference(mixed, weights.attn_norm, weights.attn_mixer.norm_eps)
     attended = _attention(weights, in_float32(memory), a, position)
     between = post_reference(attended, streams, post, combination)
     mixed, post, combination = pre_reference(between, *weights.ffn_mixer)
-    x = norm_reference(mixed, weights.ffn_norm, weights.ffn_mixer.norm_eps)
+    x = rms_norm_reference(mixed, weights.ffn_norm, weights.ffn_mixer.norm_eps)
     scores = scores_reference(x, weights.router.weight)
     _, bias, table, topk, scaling = weights.router
     experts, route_weights = router_reference(scores, bias, table, token_ids, topk, scaling)

@@ -1,8 +1,10 @@
 """Hyper-connections on a card: four streams mixed into a block's input and spread again after it, two kernels each way at most.
 
 `hc_pre` and `hc_post` are the two halves; `hc_post_pre` is hc_post of one block with hc_pre of the next, in two kernels: the
-same streams, and a mix that differs by the order of its sums alone. The norm that follows a mix can be taken along. Owns no memory: outputs and scratch are the caller's, so a captured
-graph allocates nothing. On a CPU the definition in reference.py runs.
+same streams, and a mix that differs by the order of its sums alone. The norm that follows a mix can be taken along.
+
+Owns no memory: outputs and scratch are the caller's, so a captured graph allocates nothing. On a CPU the definition in
+reference.py runs.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import torch
 import triton
 from torch import Tensor
 
+from kernels.checks import FLOAT32, FLOATS, expect
 from kernels.hyper_connections.kernel import mix_kernel, products_kernel, spread_kernel
 from kernels.hyper_connections.reference import head_reference, norm_reference, post_reference, pre_reference
 
@@ -123,9 +126,9 @@ def hc_head(streams: Tensor, mixer: Mixer, scratch: Tensor, out: Tensor, norm_we
 
     Args and errors: as `hc_pre`; `mixer.iterations` is not read.
     """
-    _check_mixer(streams, mixer, NUM_STREAMS)
-    _check_scratch(streams, scratch, norm_weight)
-    _check("hc_head: out", out, (streams.shape[0], streams.shape[2]), streams.device)
+    _check_mixer("hc_head", streams, mixer, NUM_STREAMS)
+    _check_scratch("hc_head", streams, scratch, norm_weight)
+    expect("hc_head", "out", out, (streams.shape[0], streams.shape[2]), FLOATS, streams.device)
     if streams.is_cuda:
         return launch_head(streams, mixer, scratch, out, norm_weight)
     mixed = head_reference(streams, mixer.fn, mixer.base, mixer.scale, mixer.eps, mixer.norm_eps).to(streams.dtype)
@@ -145,8 +148,10 @@ def launch_post(output: Tensor, streams: Tensor, mix: Mix, out: Tensor) -> Tenso
     """hc_post by the kernel, unchecked."""
     num_tokens, _, hidden = streams.shape
     if num_tokens:
-        grid = (triton.cdiv(hidden, SPREAD_CHANNELS), num_tokens)
-        spread_kernel[grid](output, streams, mix.post, mix.combination, out, hidden, SPREAD_CHANNELS, num_warps=4)
+        chunks = triton.cdiv(hidden, SPREAD_CHANNELS)
+        spread_kernel[(num_tokens * chunks,)](
+            output, streams, mix.post, mix.combination, out, hidden, SPREAD_CHANNELS, num_warps=4
+        )
     return out
 
 
@@ -199,43 +204,20 @@ def _launch_products(streams: Tensor, mixer: Mixer, scratch: Tensor, last: _Spre
     grid = (triton.cdiv(hidden, CHANNELS), triton.cdiv(num_tokens, each))
     spread = last or _Spread(streams, scratch, scratch, streams)  # not touched without SPREAD
     products_kernel[grid](
-        streams,
-        *spread,
-        mixer.fn,
-        scratch,
-        num_tokens,
-        each,
-        D=hidden,
-        ROWS=rows,
-        COLUMNS=_columns(rows),
-        CHANNELS=CHANNELS,
-        SPREAD=last is not None,
-        num_warps=4,
-    )
+        streams, *spread, mixer.fn, scratch, num_tokens, each,
+        D=hidden, ROWS=rows, COLUMNS=_columns(rows), CHANNELS=CHANNELS, SPREAD=last is not None, num_warps=4,
+    )  # fmt: skip
 
 
 def _launch_mix(streams: Tensor, mixer: Mixer, scratch: Tensor, out: Mix, norm_weight: Tensor | None) -> None:
     num_tokens, _, hidden = streams.shape
     rows, chunks = mixer.fn.shape[0], triton.cdiv(hidden, CHANNELS)
     mix_kernel[(num_tokens, 2 if rows == MIXING_ROWS else 1)](
-        streams,
-        scratch,
-        mixer.base,
-        mixer.scale,
-        norm_weight,
-        *out,
-        mixer.eps,
-        mixer.norm_eps,
-        ITERATIONS=mixer.iterations,
-        D=hidden,
-        D_BLOCK=triton.next_power_of_2(hidden),
-        CHUNKS=chunks,
-        CHUNK_BLOCK=triton.next_power_of_2(chunks),
-        ROWS=rows,
-        COLUMNS=_columns(rows),
-        PORTABLE=not streams.is_cuda,
+        streams, scratch, mixer.base, mixer.scale, norm_weight, *out, mixer.eps, mixer.norm_eps,
+        ITERATIONS=mixer.iterations, D=hidden, D_BLOCK=triton.next_power_of_2(hidden), CHUNKS=chunks,
+        CHUNK_BLOCK=triton.next_power_of_2(chunks), ROWS=rows, COLUMNS=_columns(rows), PORTABLE=not streams.is_cuda,
         num_warps=4 if hidden <= 4096 else 16,
-    )
+    )  # fmt: skip
 
 
 def _store(
@@ -255,58 +237,44 @@ def _store(
 
 
 def _check_pre(streams: Tensor, mixer: Mixer, scratch: Tensor, out: Mix, norm_weight: Tensor | None) -> None:
-    _check_mixer(streams, mixer, MIXING_ROWS)
-    _check_scratch(streams, scratch, norm_weight)
-    _check("hc_pre: out.mixed", out.mixed, (streams.shape[0], streams.shape[2]), streams.device)
-    _check_mix("hc_pre: out", streams, out)
+    _check_mixer("hc_pre", streams, mixer, MIXING_ROWS)
+    _check_scratch("hc_pre", streams, scratch, norm_weight)
+    expect("hc_pre", "out.mixed", out.mixed, (streams.shape[0], streams.shape[2]), FLOATS, streams.device)
+    _check_mix("hc_pre", "out", streams, out)
 
 
 def _check_post(output: Tensor, streams: Tensor, mix: Mix, out: Tensor) -> None:
-    _check_streams(streams)
-    _check("hc_post: output", output, (streams.shape[0], streams.shape[2]), streams.device)
-    _check("hc_post: out", out, tuple(streams.shape), streams.device, streams.dtype)
-    _check_mix("hc_post: mix", streams, mix)
+    _check_streams("hc_post", streams)
+    expect("hc_post", "output", output, (streams.shape[0], streams.shape[2]), FLOATS, streams.device)
+    expect("hc_post", "out", out, tuple(streams.shape), (streams.dtype,), streams.device)
+    _check_mix("hc_post", "mix", streams, mix)
 
 
-def _check_streams(streams: Tensor) -> None:
-    if streams.ndim != 3 or streams.shape[1] != NUM_STREAMS or not 0 < streams.shape[2] <= MAX_HIDDEN:
-        raise ValueError(f"streams: got {tuple(streams.shape)}, expected [T, 4, D] with D <= {MAX_HIDDEN}")
-    _check("streams", streams, tuple(streams.shape), streams.device)
+def _check_streams(op: str, streams: Tensor) -> None:
+    expect(op, "streams", streams, ("T", NUM_STREAMS, "D"), FLOATS, streams.device)
+    if not 0 < streams.shape[2] <= MAX_HIDDEN:
+        raise ValueError(f"{op}: streams have D = {streams.shape[2]}, expected 1 to {MAX_HIDDEN}; use the reference")
 
 
-def _check_mixer(streams: Tensor, mixer: Mixer, rows: int) -> None:
-    _check_streams(streams)
-    width, device = NUM_STREAMS * streams.shape[2], streams.device
-    _check("mixer.fn", mixer.fn, (rows, width), device, torch.float32)
-    _check("mixer.base", mixer.base, (rows,), device, torch.float32)
-    _check("mixer.scale", mixer.scale, (3 if rows == MIXING_ROWS else 1,), device, torch.float32)
+def _check_mixer(op: str, streams: Tensor, mixer: Mixer, rows: int) -> None:
+    _check_streams(op, streams)
+    device = streams.device
+    expect(op, "mixer.fn", mixer.fn, (rows, NUM_STREAMS * streams.shape[2]), FLOAT32, device)
+    expect(op, "mixer.base", mixer.base, (rows,), FLOAT32, device)
+    expect(op, "mixer.scale", mixer.scale, (3 if rows == MIXING_ROWS else 1,), FLOAT32, device)
     if mixer.iterations < 1:
-        raise ValueError(f"mixer.iterations: got {mixer.iterations}, expected at least 1")
+        raise ValueError(f"{op}: mixer.iterations: got {mixer.iterations}, expected at least 1; use the checkpoint's")
 
 
-def _check_scratch(streams: Tensor, scratch: Tensor, norm_weight: Tensor | None) -> None:
-    hidden = streams.shape[2]
-    shape = (max(scratch.shape[0], 1), triton.cdiv(hidden, CHANNELS), SCRATCH_COLUMNS)
-    _check("scratch (make it with new_scratch)", scratch, shape, streams.device, torch.float32)
+def _check_scratch(op: str, streams: Tensor, scratch: Tensor, norm_weight: Tensor | None) -> None:
+    hidden, name = streams.shape[2], "scratch (make it with new_scratch)"
+    shape = (1, triton.cdiv(hidden, CHANNELS), SCRATCH_COLUMNS)
+    expect(op, name, scratch, shape, FLOAT32, streams.device, more_rows=True)
     if norm_weight is not None:
-        _check("norm_weight", norm_weight, (hidden,), streams.device)
+        expect(op, "norm_weight", norm_weight, (hidden,), FLOATS, streams.device)
 
 
-def _check_mix(name: str, streams: Tensor, mix: Mix) -> None:
+def _check_mix(op: str, name: str, streams: Tensor, mix: Mix) -> None:
     tokens, device = streams.shape[0], streams.device
-    _check(f"{name}.post", mix.post, (tokens, NUM_STREAMS), device, torch.float32)
-    _check(f"{name}.combination", mix.combination, (tokens, NUM_STREAMS, NUM_STREAMS), device, torch.float32)
-
-
-def _check(
-    name: str, tensor: Tensor, shape: tuple[int, ...], device: torch.device, dtype: torch.dtype | None = None
-) -> None:
-    """Raises a ValueError unless the tensor is contiguous and as said; without a dtype bfloat16 and float32 will do."""
-    if tuple(tensor.shape) != shape:
-        raise ValueError(f"{name}: got shape {tuple(tensor.shape)}, expected {shape}")
-    if tensor.dtype not in ((torch.bfloat16, torch.float32) if dtype is None else (dtype,)):
-        raise ValueError(
-            f"{name}: got {tensor.dtype}, expected {dtype or 'torch.bfloat16 or torch.float32'}; convert it"
-        )
-    if tensor.device != device or not tensor.is_contiguous():
-        raise ValueError(f"{name}: got strides {tensor.stride()} on {tensor.device}, expected contiguous on {device}")
+    expect(op, f"{name}.post", mix.post, (tokens, NUM_STREAMS), FLOAT32, device)
+    expect(op, f"{name}.combination", mix.combination, (tokens, NUM_STREAMS, NUM_STREAMS), FLOAT32, device)

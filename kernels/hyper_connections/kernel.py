@@ -58,9 +58,11 @@ def _spread(output_ptr, streams_ptr, post_ptr, combination_ptr, out_ptr, token, 
 
 @triton.jit
 def spread_kernel(output_ptr, streams_ptr, post_ptr, combination_ptr, out_ptr, D: tl.constexpr, CHANNELS: tl.constexpr):
-    """out [T, 4, D] = post_k * output + sum_j C_jk * stream_j. Grid: (chunks of D, T)."""
-    channel = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
-    token = tl.program_id(1).to(tl.int64)
+    """out [T, 4, D] = post_k * output + sum_j C_jk * stream_j. Grid: (T * chunks of D,), for y ends at 65,535."""
+    CHUNKS: tl.constexpr = (D + CHANNELS - 1) // CHANNELS
+    program = tl.program_id(0)
+    channel = program % CHUNKS * CHANNELS + tl.arange(0, CHANNELS)
+    token = (program // CHUNKS).to(tl.int64)
     _spread(output_ptr, streams_ptr, post_ptr, combination_ptr, out_ptr, token, channel, channel < D, D)
 
 

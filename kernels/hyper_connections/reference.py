@@ -12,6 +12,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kernels.norm.reference import rms_norm_reference
+
 
 def pre_reference(
     streams: Tensor, fn: Tensor, base: Tensor, scale: Tensor, iterations: int, eps: float, norm_eps: float
@@ -38,8 +40,8 @@ def head_reference(streams: Tensor, fn: Tensor, base: Tensor, scale: Tensor, eps
 
 
 def norm_reference(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
-    """weight * x / sqrt(mean(x²) + eps) over the last dimension, or x itself without a weight; float32."""
-    return x if weight is None else x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight.float()
+    """The norm taken along with a mix: x normed if there is a weight, else x itself; float32."""
+    return x if weight is None else rms_norm_reference(x, weight, eps)
 
 
 def sinkhorn(logits: Tensor, iterations: int, eps: float) -> Tensor:

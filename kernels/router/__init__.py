@@ -11,6 +11,7 @@ import torch
 import triton
 from torch import Tensor
 
+from kernels.checks import FLOAT32, FLOATS, INTEGERS, expect
 from kernels.router.kernel import scores_kernel, select_kernel
 from kernels.router.reference import router_reference, scores_reference
 
@@ -18,7 +19,6 @@ MAX_TOPK = 8
 MAX_EXPERTS = 4096  # one warp holds a token's scores
 MAX_HIDDEN = 16_384  # a program holds its experts' weights
 TOKEN_GROUPS = 8  # programs that share an expert's weights; more tokens than this go through a program in turn
-INDEX_DTYPES = (torch.int32, torch.int64)
 
 
 class RouterWeights(NamedTuple):
@@ -48,7 +48,7 @@ def router(
 
     Chosen are the K largest of sqrt(softplus(weight · x)) + bias, of equal ones the lower index first (torch.topk leaves that
     open), or the table's row of the token. Weights are scores over their sum, times scaling; picks of equal weight keep the
-    order of the choice. Picks are distinct experts whatever x holds, even NaN.
+    order of the choice. NaN counts as the largest score and gives NaN weights; picks are distinct experts whatever x holds.
 
     Args:
         x: [T, D] bfloat16 or float32, contiguous.
@@ -63,9 +63,9 @@ def router(
         ValueError: A shape, dtype, device or layout is not as said here, or `host` is not pinned.
     """
     _check_router(x, weights, token_ids, scores)
-    _check_picks("router: out", out, (x.shape[0], weights.topk), x.device)
+    _check_picks("out", out, (x.shape[0], weights.topk), x.device)
     if host is not None:
-        _check_picks("router: host", host, (x.shape[0], weights.topk), torch.device("cpu"))
+        _check_picks("host", host, (x.shape[0], weights.topk), torch.device("cpu"))
         if x.is_cuda and not all(tensor.is_pinned() for tensor in host):
             raise ValueError("router: host is pageable memory, expected pinned; allocate it with pin_memory=True")
     if x.is_cuda:
@@ -136,41 +136,30 @@ def _define(
 
 
 def _check_router(x: Tensor, weights: RouterWeights, token_ids: Tensor | None, scores: Tensor) -> None:
-    weight, floats = weights.weight, (torch.bfloat16, torch.float32)
-    if weight.ndim != 2 or not 0 < weight.shape[1] <= MAX_HIDDEN:
-        raise ValueError(f"router: weight has shape {tuple(weight.shape)}, expected [E, D] with D <= {MAX_HIDDEN}")
-    num_experts, hidden = weight.shape
+    expect("router", "weight", weights.weight, ("E", "D"), FLOATS, x.device)
+    num_experts, hidden = weights.weight.shape
+    if not 0 < hidden <= MAX_HIDDEN:
+        raise ValueError(f"router: weight has D = {hidden}, expected 1 to {MAX_HIDDEN}; use the reference")
     if not 0 < weights.topk <= min(MAX_TOPK, num_experts) or num_experts > MAX_EXPERTS:
         expected = f"1 to {MAX_TOPK} of at most {MAX_EXPERTS} experts"
-        raise ValueError(f"router: topk {weights.topk} of {num_experts} experts, expected {expected}")
-    _check("router: weight", weight, (num_experts, hidden), x.device, floats)
-    _check("router: x", x, (x.shape[0], hidden), x.device, floats)
-    rows = max(x.shape[0], scores.shape[0])
-    _check("router: scores (scratch)", scores, (rows, num_experts), x.device, (torch.float32,))
+        raise ValueError(
+            f"router: topk {weights.topk} of {num_experts} experts, expected {expected}; use the reference"
+        )
+    expect("router", "x", x, ("T", hidden), FLOATS, x.device)
+    expect("router", "scores (scratch)", scores, (x.shape[0], num_experts), FLOAT32, x.device, more_rows=True)
     if weights.token_to_experts is not None:
         _check_table(weights.token_to_experts, token_ids, x.shape[0], weights.topk, x.device)
     elif weights.bias is not None:
-        _check("router: bias", weights.bias, (num_experts,), x.device, (torch.float32,))
+        expect("router", "bias", weights.bias, (num_experts,), FLOAT32, x.device)
 
 
 def _check_table(table: Tensor, token_ids: Tensor | None, num_tokens: int, topk: int, device: torch.device) -> None:
     if token_ids is None:
         raise ValueError("router: a layer with a table got no token_ids, expected [T]; pass the tokens' ids")
-    _check("router: token_to_experts", table, (table.shape[0], topk), device, INDEX_DTYPES)
-    _check("router: token_ids", token_ids, (num_tokens,), device, INDEX_DTYPES)
+    expect("router", "token_to_experts", table, ("vocab", topk), INTEGERS, device)
+    expect("router", "token_ids", token_ids, (num_tokens,), INTEGERS, device)
 
 
 def _check_picks(name: str, picks: Picks, shape: tuple[int, int], device: torch.device) -> None:
-    _check(f"{name}.experts", picks.experts, shape, device, INDEX_DTYPES)
-    _check(f"{name}.weights", picks.weights, shape, device, (torch.float32,))
-
-
-def _check(
-    name: str, tensor: Tensor, shape: tuple[int, ...], device: torch.device, dtypes: tuple[torch.dtype, ...]
-) -> None:
-    if tuple(tensor.shape) != shape:
-        raise ValueError(f"{name}: got shape {tuple(tensor.shape)}, expected {shape}")
-    if tensor.dtype not in dtypes:
-        raise ValueError(f"{name}: got {tensor.dtype}, expected {' or '.join(map(str, dtypes))}; convert it")
-    if tensor.device != device or not tensor.is_contiguous():
-        raise ValueError(f"{name}: got strides {tensor.stride()} on {tensor.device}, expected contiguous on {device}")
+    expect("router", f"{name}.experts", picks.experts, shape, INTEGERS, device)
+    expect("router", f"{name}.weights", picks.weights, shape, FLOAT32, device)

@@ -47,7 +47,7 @@ def scores_kernel(
     while index < last:
         token = index.to(tl.int64)
         x = tl.load(x_ptr + token * D + column, mask=inside, other=0.0).to(tl.float32)
-        logits = tl.sum(weight * x[None, :], 1)
+        logits = tl.sum(weight * x[None, :], 1)  # NaN passes through the second term: a maximum drops it on a card
         softplus = tl.maximum(logits, 0.0) + _log1p(tl.exp(-tl.abs(logits)))
         tl.store(scores_ptr + token * E + expert, tl.sqrt(softplus), mask=expert < E)
         index += 1
@@ -55,9 +55,9 @@ def scores_kernel(
 
 @triton.jit
 def _ordered(x):
-    """Integers that compare as the float32 x do; NaNs lie beyond the infinities, so that any input has an order."""
+    """Integers that compare as the float32 x do; NaN of either sign is the largest, as in torch's sort."""
     bits = x.to(tl.int32, bitcast=True)
-    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    return tl.where(x == x, bits ^ ((bits >> 31) & 0x7FFFFFFF), 0x7FFFFFFF)
 
 
 @triton.jit

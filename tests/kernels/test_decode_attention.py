@@ -6,31 +6,21 @@ from dataclasses import replace
 
 import pytest
 import torch
-from on_a_card import check_case
+from attention_layers import CPU, F32_TOLERANCE, at, indexed_layer, poisoned, random, small_layer, small_pool
+from on_a_card import check_case, on_devices
 from torch import Tensor
 
 import kernels.decode_attention as op
 from kernels.cases import ONE_ROUNDING, TWO_ROUNDINGS, Case, relative_rms
-from kernels.decode_attention import reference
-from kernels.decode_attention.cases import cases, in_float32, make_layer
-from kernels.decode_attention.layer import Layer, Pool, Workspace
+from kernels.decode_attention import Layer, Pool, reference
+from kernels.decode_attention.cases import cases, make_layer
 from runtime.models.deepseek_v4.attention import Attention
 from runtime.models.deepseek_v4.compressor import Compressor
 from runtime.models.deepseek_v4.indexer import Indexer
 from runtime.models.deepseek_v4.layers import Linear, rms_norm
 from runtime.models.deepseek_v4.state import CompressorState, LayerState
 
-F32_TOLERANCE = 2e-5  # both sides in float32; the exponentials differ by a few units in the last place
-CPU = torch.device("cpu")
 ROWS = {"ROWS": 128, "num_warps": 4}  # few programs: the interpreter pays by the program
-
-
-def random(*shape: int, seed: int = 0, scale: float = 1.0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) * scale
-
-
-def at(position: int) -> Tensor:
-    return torch.tensor(position, dtype=torch.int64)
 
 
 def model(ratio: int, topk: int, context: int, rounding: bool) -> tuple[Attention, LayerState]:
@@ -111,14 +101,6 @@ def layer_of(attention: Attention, state: LayerState) -> tuple[Layer, Tensor]:
     return layer, torch.cat(parts)
 
 
-def poisoned(layer: Layer) -> Workspace:
-    workspace = op.allocate_workspace([layer])
-    for name in Workspace.__slots__:
-        buffer = getattr(workspace, name)
-        buffer.fill_(torch.nan if buffer.is_floating_point() else 0x7FFFFFFF)
-    return workspace
-
-
 def step(attention: Attention, layer: Layer, weight: Tensor, a: Tensor, position: int, kernels: bool) -> Tensor:
     """[H, d] of one token, by the launched kernels in the interpreter or by the public functions (here the reference)."""
     workspace, where = poisoned(layer), at(position)
@@ -177,167 +159,97 @@ def test_steps_equal_the_model(
                 assert torch.allclose(pool.entries[:-1], memory.entries[:-1], rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("position", [3, 1000, 65_535, 1_048_575])
-def test_angles_are_exact_at_every_position(position: int) -> None:
-    layer = small_layer()
-    workspace, queries = poisoned(layer), random(layer.num_heads, layer.width)
-    op.launch_prepare(queries, random(layer.width), None, at(position), layer, workspace)
-    expected = reference.rope(reference.rms_norm(queries, None, 1e-6), position, layer.frequencies)
-    assert (workspace.queries - expected).abs().max() < 2e-6
-
-
-def small_layer(width: int = 128, dtype: torch.dtype = torch.float32, round_kv: bool = False) -> Layer:
-    return Layer(
-        kv_norm=random(width, seed=1),
-        sink=random(3, seed=2),
-        frequencies=1.0 / 160_000.0 ** (torch.arange(32) / 32),
-        window_ring=random(50, width, seed=3).to(dtype),
-        norm_eps=1e-6,
-        round_kv=round_kv,
-    )
-
-
-@pytest.mark.parametrize("scale", [1e-5, 1.0, 1e4])
-def test_rule_b_is_exact(scale: float) -> None:
-    layer, expected = small_layer(round_kv=True), small_layer(round_kv=True)
-    layer.kv_norm.mul_(scale)
-    expected.kv_norm.mul_(scale)
-    kv = random(layer.width, seed=9)
-    kv[:7] *= 1e-4  # E4M3's subnormals
-    op.launch_prepare(random(3, layer.width), kv, None, at(5), layer, poisoned(layer))
-    reference.prepare(random(3, layer.width), kv, None, at(5), expected)
-    differing = (layer.window_ring != expected.window_ring)[5, : layer.width - layer.tail]
-    assert differing.sum() <= 1  # a value on a boundary may fall to either side
-    assert torch.allclose(layer.window_ring, expected.window_ring, rtol=0.07, atol=1e-9)
-
-
-@pytest.mark.parametrize(("rows", "hidden"), [(1, 1), (7, 63), (13, 1100), (5, 4096)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_rows(rows: int, hidden: int, dtype: torch.dtype) -> None:
-    a, weight = random(hidden).to(dtype), random(rows, hidden, seed=1).to(dtype)
-    results = []
-    for config in op.ROWS_CANDIDATES:
-        out = torch.full((rows + 1,), torch.nan)
-        op.launch_rows(a, weight, out, config)
-        assert out[rows].isnan()
-        results.append(out[:rows])
-    assert relative_rms(results[0], reference.compressor_rows(a, weight)) < F32_TOLERANCE
-    assert all(torch.equal(result, results[0]) for result in results)
-
-
+@on_devices
 @pytest.mark.parametrize("position", [0, 40, 49, 50, 5000])
 @pytest.mark.parametrize("scale", [1e-3, 30.0])
-def test_attention_in_bfloat16(position: int, scale: float) -> None:
+def test_attention_in_bfloat16(device: torch.device, position: int, scale: float) -> None:
     """The portable products; rows that nobody may see hold NaN."""
-    layer = small_layer(dtype=torch.bfloat16)
+    layer = small_layer(dtype=torch.bfloat16, device=device)
     layer.window_ring[position + 1 :] = torch.nan
     workspace = poisoned(layer)
-    workspace.queries.copy_(random(3, layer.width, scale=scale))
-    out = torch.full((3, layer.width), torch.nan)  # the interpreter's stores to bfloat16 cut off instead of rounding
-    op.launch_attend(at(position), layer, workspace, out, portable=True)
-    expected = reference.attend_all(workspace.queries, at(position), layer, workspace.indices)
+    workspace.queries.copy_(random(3, layer.width, scale=scale, device=device))
+    out = torch.full(
+        (3, layer.width), torch.nan, device=device
+    )  # the interpreter's stores to bfloat16 cut off instead of rounding
+    op.launch_attend(at(position, device), layer, workspace, out, portable=True)
+    expected = reference.attend_all(workspace.queries, at(position, device), layer, workspace.indices)
     assert relative_rms(out, expected) < F32_TOLERANCE
     again = torch.full_like(out, torch.nan)
-    op.launch_attend(at(position), layer, workspace, again, portable=True)
+    op.launch_attend(at(position, device), layer, workspace, again, portable=True)
     assert torch.equal(out, again)
 
 
+@on_devices
 @pytest.mark.parametrize("damaged", ["queries", "ring", "sink"])
-def test_damage_of_one_percent_is_seen(damaged: str) -> None:
-    layer = small_layer()
+def test_damage_of_one_percent_is_seen(device: torch.device, damaged: str) -> None:
+    layer = small_layer(device=device)
     workspace = poisoned(layer)
-    workspace.queries.copy_(random(3, layer.width))
+    workspace.queries.copy_(random(3, layer.width, device=device))
     layer.sink.fill_(4.0)
-    expected = reference.attend_all(workspace.queries, at(30), layer, workspace.indices)
+    expected = reference.attend_all(workspace.queries, at(30, device), layer, workspace.indices)
     {"queries": workspace.queries, "ring": layer.window_ring, "sink": layer.sink}[damaged].mul_(1.01)
-    out = torch.empty(3, layer.width)
-    op.launch_attend(at(30), layer, workspace, out)
+    out = torch.empty(3, layer.width, device=device)
+    op.launch_attend(at(30, device), layer, workspace, out)
     assert relative_rms(out, expected) > TWO_ROUNDINGS
 
 
-def test_a_zero_key_and_a_large_sink_are_normal() -> None:
-    layer = small_layer()
+@on_devices
+def test_a_zero_key_and_a_large_sink_are_normal(device: torch.device) -> None:
+    layer = small_layer(device=device)
     layer.window_ring.zero_()
     workspace = poisoned(layer)
-    workspace.queries.copy_(random(3, layer.width))
-    out = torch.empty(3, layer.width)
-    op.launch_attend(at(60), layer, workspace, out)
+    workspace.queries.copy_(random(3, layer.width, device=device))
+    out = torch.empty(3, layer.width, device=device)
+    op.launch_attend(at(60, device), layer, workspace, out)
     assert torch.equal(out, torch.zeros_like(out))
     layer.sink.fill_(1e4)
     layer.window_ring.fill_(1.0)
-    op.launch_attend(at(60), layer, workspace, out)
+    op.launch_attend(at(60, device), layer, workspace, out)
     assert torch.equal(out, torch.zeros_like(out))
 
 
-def test_long_contexts_take_longer_splits() -> None:
+@on_devices
+def test_long_contexts_take_longer_splits(device: torch.device) -> None:
     """40 splits at most; 1,300 entries of width 16 in splits of 64 keys."""
-    pool = Pool(128, torch.zeros(128, 16), torch.ones(16), *torch.zeros(2, 128, 16), random(1301, 16, seed=5))
-    base = small_layer(16)
-    layer = replace(base, pool=pool, frequencies=base.frequencies[:4])
+    pool = small_pool(16, capacity=1300, ratio=128, seed=5, device=device)
+    layer = small_layer(16, device=device, tail=8, pool=pool)
     workspace = poisoned(layer)
-    workspace.queries.copy_(random(3, 16))
+    workspace.queries.copy_(random(3, 16, device=device))
     assert layer.split.blocks == 2
-    for position in (127, 128 * 1300):
-        out = torch.full((3, 16), torch.nan)
-        op.launch_attend(at(position), layer, workspace, out)
-        assert relative_rms(out, reference.attend_all(workspace.queries, at(position), layer, workspace.indices)) < 1e-5
+    for position in (at(127, device), at(128 * 1300, device)):
+        out = torch.full((3, 16), torch.nan, device=device)
+        op.launch_attend(position, layer, workspace, out)
+        assert relative_rms(out, reference.attend_all(workspace.queries, position, layer, workspace.indices)) < 1e-5
 
 
-def sortable(values: Tensor) -> Tensor:
-    bits = (values + 0.0).view(torch.int32)
-    return bits ^ ((bits >> 31) | -0x80000000)
-
-
-@pytest.mark.parametrize("levels", [1, 2])
-@pytest.mark.parametrize("kind", ["random", "ties", "all equal", "negative", "subnormal", "rising", "falling"])
-@pytest.mark.parametrize("visible", [0, 8, 9, 257, 777])
-def test_the_choice_is_exact(kind: str, visible: int, levels: int) -> None:
-    topk, capacity = 8, 777
-    values = random(capacity)
-    made = {
-        "ties": (values * 2).round(),
-        "all equal": torch.ones(capacity),
-        "negative": -values.abs(),
-        "subnormal": values * 1e-41,
-        "rising": torch.arange(capacity).float(),
-        "falling": -torch.arange(capacity).float(),
-    }.get(kind, values)
-    keys = sortable(made)
-    keys[visible:] = -1  # stale keys that would win
-    workspace = replace(
-        poisoned(small_layer()),
-        indices=torch.full((topk,), -7, dtype=torch.int32),
-        chunk_keys=torch.full((4, topk), -1, dtype=torch.int32),
-        chunk_indices=torch.full((4, topk), -7, dtype=torch.int32),
-    )
-    op.launch_choice(keys, at(visible * 4 + 2), capacity, 4, topk, workspace, chunk=1024 if levels == 1 else 256)
-    expected = reference.select(made[:visible], topk)
-    assert torch.equal(workspace.indices[: min(visible, topk)].long(), expected)
-    assert (workspace.indices[visible:] == -7).all()
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_scores(dtype: torch.dtype) -> None:
-    """Small integers, so that every order of summing gives the same bits: the choice must be the definition's."""
-    layer = make_layer(4, 300, CPU, dtype, seed=0, width=64, index_heads=5, index_topk=10)
-    assert layer.index_pool is not None
-    integers = torch.Generator().manual_seed(3)
-    workspace = poisoned(layer)
-    for tensor in (workspace.index_queries, layer.index_pool.entries, workspace.rows):
-        tensor.copy_(torch.randint(-2, 3, tensor.shape, generator=integers))
-    op.launch_select(at(290), layer, workspace, portable=True)
-    found = workspace.indices.clone()
-    op.select(at(290), layer, workspace)
-    assert torch.equal(found, workspace.indices)
+@pytest.mark.filterwarnings("ignore:invalid value encountered")
+@pytest.mark.filterwarnings("ignore:All-NaN slice encountered")
+@on_devices
+@pytest.mark.parametrize("place", [0, 40])
+def test_nan_stays_nan(place: int, device: torch.device) -> None:
+    """In a key for all heads, in a query for its head: a card's own maximum would drop it. The card's products are bfloat16."""
+    layer = small_layer(dtype=torch.float32 if device == CPU else torch.bfloat16, device=device)
+    workspace, out = poisoned(layer), torch.zeros(3, layer.width, device=device)
+    workspace.queries.copy_(random(3, layer.width, device=device))
+    workspace.queries[1, place] = torch.nan
+    op.launch_attend(at(60, device), layer, workspace, out)
+    assert out[1].isnan().all() and out[::2].isfinite().all()
+    workspace.queries[1, place] = 1
+    layer.window_ring[place, 3] = torch.nan
+    op.launch_attend(at(60, device), layer, workspace, out)
+    assert out.isnan().all()
 
 
 @pytest.mark.parametrize(
     ("name", "change", "message"),
     [
-        ("queries", lambda x: x[:, :-1], "queries: "),
-        ("kv", lambda x: x.double()[:5], "kv: "),
-        ("position", lambda x: x.int(), "position: "),
+        ("queries", lambda x: x[:, :-1], r"prepare: queries: got shape \[3, 127\], expected \[3, 128\]"),
+        ("queries", lambda x: x.to(torch.int8), "queries: got torch.int8, expected torch.bfloat16 or torch.float32"),
+        ("kv", lambda x: x.double(), "kv: got torch.float64"),
+        ("queries", lambda x: x.T.contiguous().T, r"queries: got strides \(1, 3\), expected contiguous"),
+        ("position", lambda x: x.int(), "position: got torch.int32, expected torch.int64"),
     ],
+    ids=["shape", "int8", "float64", "layout", "position"],
 )
 def test_wrong_inputs_are_named(name: str, change, message: str) -> None:  # type: ignore[no-untyped-def]
     layer = small_layer()
@@ -347,54 +259,59 @@ def test_wrong_inputs_are_named(name: str, change, message: str) -> None:  # typ
         op.prepare(**inputs, layer=layer, workspace=poisoned(layer))
 
 
+def test_wrong_outputs_and_scratch_are_named() -> None:
+    layer = indexed_layer()
+    workspace, out = poisoned(layer), torch.empty(3, layer.width)
+    with pytest.raises(ValueError, match=r"attend: out: got torch.int32, expected"):
+        op.attend(at(0), layer, workspace, out.int())
+    for name in ("maxima", "weights", "sums", "keys", "indices"):
+        damaged = replace(workspace, **{name: getattr(workspace, name)[:-1].contiguous()})
+        with pytest.raises(ValueError, match=rf"attend: workspace.{name}: got shape"):
+            op.attend(at(0), layer, damaged, out)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"pool": None}, "index_pool without a pool"),
+        ({"index_topk": 0}, "3 index_heads and index_topk 0 with an index_pool"),
+        ({"index_heads": 0}, "0 index_heads and index_topk 2 with an index_pool"),
+        ({"index_pool": small_pool(64, capacity=5)}, r"pools of ratios \(4, 4\) and capacities \(4, 5\)"),
+        ({"index_pool": small_pool(64, ratio=128)}, r"pools of ratios \(4, 128\)"),
+        ({"index_pool": small_pool(32)}, "RoPE tail is 64, expected a power of two from 2 to 32"),
+        ({"index_pool": small_pool(96)}, "indexer's width is 96"),
+        (
+            {
+                "pool": small_pool(128, capacity=20_000),
+                "index_pool": small_pool(64, capacity=20_000),
+                "index_topk": 9000,
+            },
+            "index_topk 9000 of 20000 entries, expected at most 8192",
+        ),
+        ({"pool": small_pool(64)}, r"pool.ape: got shape \[4, 128\], expected \[4, 256\]"),
+        ({"sink": torch.ones(3).half()}, "sink: got torch.float16, expected torch.float32"),
+        ({"window_ring": torch.ones(50, 128).half()}, "window_ring: got torch.float16"),
+        ({"frequencies": torch.ones(0)}, "RoPE tail is 0"),
+        ({"frequencies": torch.ones(16), "round_kv": True}, "96 channels before the RoPE tail, expected groups of 64"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, dict) else "",
+)
+def test_wrong_layers_are_named(change: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        replace(indexed_layer(), **change)
+
+
 def test_wrong_widths_are_named() -> None:
     with pytest.raises(ValueError, match="head width is 96"):
         small_layer(96)
-
-
-CASES = cases()
-IDS = [case.name for case in CASES]
+    with pytest.raises(ValueError, match="RoPE tail is 64, expected a power of two from 2 to 32"):
+        small_layer(32)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("case", CASES, ids=IDS)
+@pytest.mark.parametrize("case", cases(), ids=lambda case: case.name)
 def test_cases(case: Case) -> None:
     check_case(case)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize(
-    "case", [case for case in CASES if case.name.startswith("prepare")], ids=lambda case: case.name
-)
-def test_prepare_writes_the_memory(case: Case) -> None:
-    inputs = case.make(0, torch.device("cuda"))
-    layer, workspace = in_float32(inputs)
-    case.run(inputs)
-    given = (inputs.queries, inputs.kv, inputs.index_queries if layer.selects else None, inputs.position)
-    reference.prepare_all(*given, layer, workspace)
-    assert relative_rms(inputs.layer.window_ring, layer.window_ring) < ONE_ROUNDING / 5  # one row of 128
-    if layer.selects:
-        assert relative_rms(inputs.workspace.index_queries, workspace.index_queries) < ONE_ROUNDING
-    row = int(inputs.position) // layer.ratio if layer.ratio else 0
-    for found, expected in ((inputs.layer.pool, layer.pool), (inputs.layer.index_pool, layer.index_pool)):
-        if found is not None and expected is not None:
-            assert torch.equal(found.values, expected.values)
-            assert torch.equal(found.gates, expected.gates)
-            assert relative_rms(found.entries[row], expected.entries[row]) < ONE_ROUNDING
-            expected.entries[row] = found.entries[row]
-            assert torch.equal(found.entries.float(), expected.entries)  # and no other entry
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("rows", [2624, 1024, 37])
-def test_candidates_give_equal_bits(rows: int) -> None:
-    weight, a = random(rows, 4096).bfloat16().cuda(), random(4096).bfloat16().cuda()
-    results = []
-    for config in op.ROWS_CANDIDATES:
-        out = torch.full((rows,), torch.nan, device="cuda")
-        op.launch_rows(a, weight, out, config)
-        results.append(out)
-    assert all(torch.equal(result, results[0]) for result in results)
 
 
 @pytest.mark.gpu
@@ -415,17 +332,3 @@ def test_portable_products_equal_the_fast_ones() -> None:
     op.launch_attend(position, layer, workspace, outs[0])
     op.launch_attend(position, layer, workspace, outs[1], portable=True)
     assert relative_rms(outs[0], outs[1]) < ONE_ROUNDING
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("capacity", [1024, 16_384, 20_000, 262_144])
-@pytest.mark.parametrize("kind", ["random", "ties", "all equal"])
-def test_the_choice_is_exact_at_full_size(capacity: int, kind: str) -> None:
-    values = {"random": random(capacity), "ties": random(capacity).mul(3).round(), "all equal": torch.ones(capacity)}
-    keys = sortable(values[kind]).cuda()
-    layer = make_layer(4, capacity * 4, torch.device("cuda"), torch.bfloat16, seed=0)
-    workspace = op.allocate_workspace([layer])
-    for visible in (3, 512, 513, capacity // 2 + 1, capacity):
-        op.launch_choice(keys, at(visible * 4).cuda(), capacity, 4, 512, workspace)
-        expected = reference.select(values[kind][:visible], 512)
-        assert torch.equal(workspace.indices[: expected.shape[0]].cpu().long(), expected)

@@ -9,6 +9,7 @@ from dataclasses import fields, replace
 
 import pytest
 import torch
+from on_a_card import num_allocations
 from torch import Tensor
 
 from kernels.cases import Case, relative_rms
@@ -134,7 +135,7 @@ def test_the_bytes_are_those_of_the_weights(ratio: int, context: int, position: 
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", cases(), ids=lambda case: case.name)
 def test_cases(case: Case) -> None:
-    """Every value on the way, picks that follow from the scores, and the same bits from run to run."""
+    """Every value on the way, picks that follow from the scores, the same bits from run to run, and nothing allocated."""
     inputs = case.make(0, CUDA)
     run(inputs)  # tunes, which runs kernels more than once
     theirs = expected(inputs)
@@ -146,7 +147,10 @@ def test_cases(case: Case) -> None:
     experts, route_weights = router_reference(ours["scores"], bias, table, inputs.token_ids, topk, scaling)
     assert torch.equal(ours["experts"], experts)
     assert torch.allclose(ours["route_weights"], route_weights, rtol=1e-5)
-    assert all(torch.equal(value, ours[name]) for name, value in found(inputs).items())
+    allocated = num_allocations()
+    again = found(inputs)
+    assert num_allocations() == allocated
+    assert all(torch.equal(value, ours[name]) for name, value in again.items())
 
 
 @pytest.mark.gpu

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from on_a_card import check_case
+from on_a_card import check_case, on_devices
 from torch import Tensor
 
 import kernels.hyper_connections as op
@@ -28,9 +28,9 @@ def poisoned(inputs: Inputs) -> Inputs:
     return inputs
 
 
-def on_cpu(num_tokens: int, hidden: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Inputs:
+def small(num_tokens: int, hidden: int, device: torch.device = CPU, dtype: torch.dtype = torch.float32) -> Inputs:
     """Three Sinkhorn iterations, since the interpreter is slow; test_sinkhorn has all twenty."""
-    inputs = make_inputs(num_tokens, hidden, dtype, seed, CPU)
+    inputs = make_inputs(num_tokens, hidden, dtype, 0, device)
     return poisoned(replace(inputs, mixer=inputs.mixer._replace(iterations=3)))
 
 
@@ -51,25 +51,25 @@ def expect_close(results: Mix, inputs: Inputs) -> None:
 
 @pytest.mark.parametrize(("num_tokens", "hidden"), [(1, 256), (3, 64), (2, 100), (1, 33), (2, 1)])
 def test_pre(num_tokens: int, hidden: int) -> None:
-    inputs = on_cpu(num_tokens, hidden)
+    inputs = small(num_tokens, hidden)
     expect_close(pre(inputs), inputs)
 
 
 @pytest.mark.parametrize(("num_tokens", "hidden"), [(1, 256), (3, 100), (2, 1)])
 def test_post(num_tokens: int, hidden: int) -> None:
-    inputs = on_cpu(num_tokens, hidden)
+    inputs = small(num_tokens, hidden)
     expected = reference.post_reference(inputs.output, inputs.streams, inputs.before.post, inputs.before.combination)
     assert relative_rms(post(inputs), expected) < FLOAT32_SUMS
 
 
 def test_bfloat16_streams_are_read_exactly() -> None:
-    inputs = on_cpu(2, 64, dtype=torch.bfloat16)
+    inputs = small(2, 64, dtype=torch.bfloat16)
     inputs = replace(inputs, out=poisoned(replace(inputs, out=op.new_mix(2, 64, torch.float32, CPU))).out)
     expect_close(pre(inputs), inputs)
 
 
 def test_the_norm_taken_along() -> None:
-    inputs = on_cpu(2, 96)
+    inputs = small(2, 96)
     mixed = reference.pre_reference(inputs.streams, *inputs.mixer)[0]
     expected = reference.norm_reference(mixed, inputs.norm_weight, inputs.mixer.norm_eps)
     assert relative_rms(pre(inputs, inputs.norm_weight).mixed, expected) < FLOAT32_SUMS
@@ -77,7 +77,7 @@ def test_the_norm_taken_along() -> None:
 
 @pytest.mark.parametrize("normed", [False, True])
 def test_head(normed: bool) -> None:
-    inputs = on_cpu(2, 100)
+    inputs = small(2, 100)
     fn, base, scale, _, eps, norm_eps = inputs.head
     weight = inputs.norm_weight if normed else None
     result = op.launch_head(inputs.streams, inputs.head, inputs.scratch, inputs.out.mixed, weight)
@@ -86,7 +86,7 @@ def test_head(normed: bool) -> None:
 
 
 def test_post_and_pre_fused_are_the_two_in_turn() -> None:
-    inputs = on_cpu(3, 100)
+    inputs = small(3, 100)
     streams = post(inputs).clone()
     apart = pre(replace(inputs, streams=streams), inputs.norm_weight)
     kept = Mix(*(tensor.clone() for tensor in apart))
@@ -106,34 +106,37 @@ def test_post_and_pre_fused_are_the_two_in_turn() -> None:
 
 
 def test_in_place() -> None:
-    inputs = on_cpu(2, 100)
+    inputs = small(2, 100)
     expected = post(inputs).clone()
     op.launch_post(inputs.output, inputs.streams, inputs.before, inputs.streams)
     assert torch.equal(inputs.streams, expected)
 
 
-def test_a_token_is_the_same_alone_and_among_others() -> None:
+@on_devices
+def test_a_token_is_the_same_alone_and_among_others(device: torch.device) -> None:
     """Eleven tokens go two to a program and, through a scratch for four, in three turns."""
-    together = on_cpu(11, 40)
-    together = replace(together, scratch=op.new_scratch(4, 40, CPU).fill_(torch.nan))
+    together = small(11, 40, device)
+    together = replace(together, scratch=op.new_scratch(4, 40, device).fill_(torch.nan))
     results = pre(together)
-    again = pre(poisoned(replace(together, out=op.new_mix(11, 40, torch.float32, CPU))))
+    again = pre(poisoned(replace(together, out=op.new_mix(11, 40, torch.float32, device))))
     assert all(torch.equal(one, other) for one, other in zip(results, again, strict=True))
-    alone = on_cpu(1, 40)
+    alone = small(1, 40, device)
     for token in (0, 3, 10):
         one = pre(replace(alone, streams=together.streams[token : token + 1], mixer=together.mixer))
         assert all(torch.equal(a[0], b[token]) for a, b in zip(one, results, strict=True))
 
 
+@on_devices
 @pytest.mark.parametrize("scale", [1e-12, 1e-4, 1e4, 1e12])
-def test_extreme_streams(scale: float) -> None:
-    inputs = on_cpu(2, 64)
+def test_extreme_streams(scale: float, device: torch.device) -> None:
+    inputs = small(2, 64, device)
     inputs.streams.mul_(scale)
     expect_close(pre(inputs), inputs)
 
 
-def test_zero_streams() -> None:
-    inputs = on_cpu(2, 64)
+@on_devices
+def test_zero_streams(device: torch.device) -> None:
+    inputs = small(2, 64, device)
     inputs.streams[0] = 0
     result = pre(inputs)
     assert bool((result.mixed[0] == 0).all())
@@ -141,21 +144,23 @@ def test_zero_streams() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered in exp")  # a sigmoid of -100 in NumPy
+@on_devices
 @pytest.mark.parametrize("sharpness", [0.0, 10.0, 100.0])
 @pytest.mark.parametrize("iterations", [1, 2, 20])
-def test_sinkhorn(sharpness: float, iterations: int) -> None:
+def test_sinkhorn(sharpness: float, iterations: int, device: torch.device) -> None:
     """Sharp logits leave softmaxes that are zero but for eps; one row's maximum then lies in another row's column."""
-    inputs = on_cpu(2, 32)
+    inputs = small(2, 32, device)
     mixer = inputs.mixer._replace(base=inputs.mixer.base * sharpness, iterations=iterations)
     inputs = replace(inputs, mixer=mixer)
     combination = reference.pre_reference(inputs.streams, *mixer)[2]
     assert relative_rms(pre(inputs).combination, combination) < FLOAT32_SUMS
 
 
+@on_devices
 @pytest.mark.parametrize("damaged", ["streams", "base", "output", "post", "combination"])
-def test_one_percent_of_damage_shows(damaged: str) -> None:
+def test_one_percent_of_damage_shows(damaged: str, device: torch.device) -> None:
     """In what either half writes: the tolerance would not hide it."""
-    inputs = on_cpu(2, 64)
+    inputs = small(2, 64, device)
     results = [*(tensor.clone() for tensor in pre(inputs)), post(inputs).clone()]
     target = {
         "streams": inputs.streams[:, 0],
@@ -169,8 +174,21 @@ def test_one_percent_of_damage_shows(damaged: str) -> None:
     assert max(relative_rms(one, other) for one, other in zip(after, results, strict=True)) > 100 * FLOAT32_SUMS
 
 
+@pytest.mark.filterwarnings("ignore:invalid value encountered")
+@on_devices
+def test_nan_stays_nan(device: torch.device) -> None:
+    """Of a stream in all that its token's mix has; of an output in its channel."""
+    inputs = small(2, 64, device)
+    inputs.output[1, 3] = torch.nan
+    assert post(inputs).isnan().nonzero().tolist() == [[1, stream, 3] for stream in range(4)]
+    inputs.streams[1, 2, 5] = torch.nan
+    head = op.launch_head(inputs.streams, inputs.head, inputs.scratch, inputs.out.mixed, None).clone()
+    for result in (head, *pre(inputs), pre(inputs, inputs.norm_weight).mixed):
+        assert result[1].isnan().all() and result[0].isfinite().all()
+
+
 def test_on_a_cpu_the_definition_runs() -> None:
-    inputs = on_cpu(2, 48)
+    inputs = small(2, 48)
     expect_close(op.hc_pre(inputs.streams, inputs.mixer, inputs.scratch, inputs.out), inputs)
     streams = op.hc_post(inputs.output, inputs.streams, inputs.before, inputs.out_streams).clone()
     mix = Mix(*(tensor.clone() for tensor in op.hc_pre(streams, inputs.mixer, inputs.scratch, inputs.out)))
@@ -182,7 +200,7 @@ def test_on_a_cpu_the_definition_runs() -> None:
 
 
 def test_the_public_head_is_the_launched_one() -> None:
-    inputs = on_cpu(2, 48)
+    inputs = small(2, 48)
     launched = op.launch_head(inputs.streams, inputs.head, inputs.scratch, inputs.out.mixed, inputs.norm_weight).clone()
     defined = op.hc_head(inputs.streams, inputs.head, inputs.scratch, inputs.out.mixed, inputs.norm_weight)
     assert relative_rms(launched, defined) < FLOAT32_SUMS
@@ -195,19 +213,20 @@ def with_mixer(inputs: Inputs, mixer: Mixer) -> Inputs:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda i: replace(i, streams=i.streams[:, :3]), r"got \(2, 3, 48\), expected \[T, 4, D\]"),
+        (lambda i: replace(i, streams=i.streams[:, :3]), r"got shape \[2, 3, 48\], expected \[T, 4, D\]"),
+        (lambda i: replace(i, streams=i.streams[0, 0, 0]), r"got shape \[\], expected \[T, 4, D\]"),
         (lambda i: replace(i, streams=i.streams.half()), "float16, expected torch.bfloat16 or torch.float32"),
         (lambda i: replace(i, streams=i.streams.mT.contiguous().mT), "expected contiguous"),
-        (lambda i: with_mixer(i, i.head), r"mixer.fn: got shape \(4, 192\), expected \(24, 192\)"),
+        (lambda i: with_mixer(i, i.head), r"mixer.fn: got shape \[4, 192\], expected \[24, 192\]"),
         (lambda i: with_mixer(i, i.mixer._replace(iterations=0)), "iterations: got 0, expected at least 1"),
         (lambda i: replace(i, scratch=i.scratch[:, :1]), "make it with new_scratch"),
         (lambda i: replace(i, scratch=i.scratch[:0]), "make it with new_scratch"),
-        (lambda i: replace(i, out=i.out._replace(post=i.out.post[:1])), r"out.post: got shape \(1, 4\)"),
+        (lambda i: replace(i, out=i.out._replace(post=i.out.post[:1])), r"out.post: got shape \[1, 4\]"),
     ],
-    ids=["streams", "dtype", "layout", "mixer", "iterations", "chunks", "no scratch", "post"],
+    ids=["streams", "scalar", "dtype", "layout", "mixer", "iterations", "chunks", "no scratch", "post"],
 )
 def test_errors(change: object, message: str) -> None:
-    inputs = change(on_cpu(2, 48))  # type: ignore[operator]
+    inputs = change(small(2, 48))  # type: ignore[operator]
     with pytest.raises(ValueError, match=message):
         op.hc_pre(inputs.streams, inputs.mixer, inputs.scratch, inputs.out)
 
@@ -215,7 +234,26 @@ def test_errors(change: object, message: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", cases(), ids=lambda case: case.name)
 def test_cases(case: Case) -> None:
-    check_case(case)
+    """As every case; and what a case writes beside its result."""
+    inputs = check_case(case)
+    streams = inputs.streams
+    if case.name.startswith("post + pre"):
+        before, streams = inputs.before, inputs.out_streams
+        expected = reference.post_reference(inputs.output, inputs.streams, before.post, before.combination)
+        assert relative_rms(streams, expected) <= ONE_ROUNDING
+    if case.name.startswith(("pre", "post + pre")):
+        _, post, combination = reference.pre_reference(streams, *inputs.mixer)
+        assert relative_rms(inputs.out.post, post) <= FLOAT32_SUMS
+        assert relative_rms(inputs.out.combination, combination) <= FLOAT32_SUMS
+
+
+@on_devices
+def test_more_tokens_than_a_grid_is_wide(device: torch.device) -> None:
+    """65,536 tokens on a card, where only the first dimension of a grid has room for them."""
+    num_tokens = 3 if device == CPU else 65_536
+    inputs = make_inputs(num_tokens, 130, torch.float32, 0, device)
+    expected = reference.post_reference(inputs.output, inputs.streams, inputs.before.post, inputs.before.combination)
+    assert relative_rms(post(inputs), expected) < FLOAT32_SUMS
 
 
 @pytest.mark.gpu

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from on_a_card import check_case
+from on_a_card import check_case, on_devices
 
 import kernels.router as op
 from kernels.cases import Case, relative_rms
@@ -26,8 +26,10 @@ def poisoned(inputs: Inputs) -> Inputs:
     return inputs
 
 
-def on_cpu(num_tokens: int, shape: tuple[int, int], hashed: bool = False, **kind: torch.dtype) -> Inputs:
-    return poisoned(make_inputs(num_tokens, shape, hashed, 0, CPU, **kind))
+def small(
+    num_tokens: int, shape: tuple[int, int], hashed: bool = False, device: torch.device = CPU, **kind: torch.dtype
+) -> Inputs:
+    return poisoned(make_inputs(num_tokens, shape, hashed, 0, device, **kind))
 
 
 def launch(inputs: Inputs) -> Picks:
@@ -58,7 +60,7 @@ def test_router(
     num_tokens: int, shape: tuple[int, int], index_dtype: torch.dtype, dtype: torch.dtype, hashed: bool
 ) -> None:
     """Picks exactly, weights to the last digits, and the same in the second place; twice the same bits."""
-    inputs = on_cpu(num_tokens, shape, hashed, dtype=dtype, index_dtype=index_dtype)
+    inputs = small(num_tokens, shape, hashed, dtype=dtype, index_dtype=index_dtype)
     result, expected = launch(inputs), expected_picks(inputs)
     assert torch.equal(result.experts.long(), expected.experts)
     assert relative_rms(result.weights, expected.weights) < FLOAT32_SUMS
@@ -68,7 +70,7 @@ def test_router(
 
 
 def test_without_a_second_place_or_a_bias() -> None:
-    inputs = on_cpu(2, (9, 16))
+    inputs = small(2, (9, 16))
     inputs = replace(inputs, router=inputs.router._replace(bias=None))
     expected = expected_picks(inputs)
     op.launch_router(inputs.x, inputs.router, None, inputs.scores, inputs.out)
@@ -87,6 +89,14 @@ def test_the_bias_chooses_and_the_scores_weigh() -> None:
     assert experts == [0, 2, 3]
     assert weights == pytest.approx([0.5, 0.375, 0.125])
     assert select([1.0, 1.0, 1.0, 1.0], [0.0, 1.0, -1.0, 2.0], 3)[0] == [3, 1, 0]
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered")
+@pytest.mark.parametrize("bad", [torch.nan, -torch.nan])
+def test_nan_of_either_sign_is_the_largest(bad: float) -> None:
+    """As in the definition's sort, so that it cannot hide behind numbers."""
+    experts, weights = select([1.0, bad, 2.0, bad, 3.0], [0.0] * 5, 3)
+    assert experts == [1, 3, 4] and all(weight != weight for weight in weights)
 
 
 def test_scores_below_zero_with_their_bias() -> None:
@@ -112,29 +122,32 @@ def test_picks_are_distinct_experts_whatever_comes(bad: float) -> None:
         assert len(set(experts)) == 6 and set(experts) <= set(range(9))
 
 
-def test_scores_far_from_zero() -> None:
+@on_devices
+def test_scores_far_from_zero(device: torch.device) -> None:
     """softplus is log1p(exp) below and x above: both ends keep their relative precision."""
-    logits = torch.tensor([-80.0, -30.0, -12.0, -3.0, -1e-3, 0.0, 1e-3, 2.0, 15.0, 25.0, 1e4])
-    scores = torch.full((1, 11), torch.nan)
-    op.launch_scores(torch.ones(1, 1), logits[:, None], scores)
-    expected = reference.scores_reference(torch.ones(1, 1, dtype=torch.float64), logits[:, None])
+    logits = torch.tensor([-80.0, -30.0, -12.0, -3.0, -1e-3, 0.0, 1e-3, 2.0, 15.0, 25.0, 1e4], device=device)
+    scores = torch.full((1, 11), torch.nan, device=device)
+    op.launch_scores(torch.ones(1, 1, device=device), logits[:, None], scores)
+    expected = reference.scores_reference(torch.ones(1, 1, device=device), logits[:, None])
     assert bool(((scores / expected - 1).abs() < 1e-5).all())
 
 
-def test_a_token_is_the_same_alone_and_among_others() -> None:
+@on_devices
+def test_a_token_is_the_same_alone_and_among_others(device: torch.device) -> None:
     """Eleven tokens go two to a program."""
-    inputs = on_cpu(11, (12, 40))
+    inputs = small(11, (12, 40), device=device)
     together = launch(inputs)
     for token in (0, 3, 10):
-        alone = on_cpu(1, (12, 40))
+        alone = small(1, (12, 40), device=device)
         alone = replace(alone, x=inputs.x[token : token + 1], router=inputs.router)
         result = launch(alone)
         assert torch.equal(result.experts[0], together.experts[token])
         assert torch.equal(result.weights[0], together.weights[token])
 
 
-def test_one_percent_of_damage_shows() -> None:
-    inputs = on_cpu(4, (16, 64), dtype=torch.float32)
+@on_devices
+def test_one_percent_of_damage_shows(device: torch.device) -> None:
+    inputs = small(4, (16, 64), device=device, dtype=torch.float32)
     expected = expected_picks(inputs).weights
     inputs.router.weight[::2].mul_(1.01)
     assert relative_rms(launch(inputs).weights, expected) > 10 * FLOAT32_SUMS
@@ -142,7 +155,7 @@ def test_one_percent_of_damage_shows() -> None:
 
 @pytest.mark.parametrize("hashed", [False, True])
 def test_on_a_cpu_the_definition_runs(hashed: bool) -> None:
-    inputs = on_cpu(3, (16, 32), hashed)
+    inputs = small(3, (16, 32), hashed)
     expected = expected_picks(inputs)
     assert torch.equal(run(inputs), expected.weights)
     assert torch.equal(inputs.host.experts, expected.experts)
@@ -152,18 +165,19 @@ def test_on_a_cpu_the_definition_runs(hashed: bool) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda i: replace(i, x=i.x[:, :5]), r"x: got shape \(2, 5\), expected \(2, 8\)"),
+        (lambda i: replace(i, x=i.x[:, :5]), r"x: got shape \[2, 5\], expected \[T, 8\]"),
+        (lambda i: replace(i, x=i.x[0, 0]), r"x: got shape \[\], expected \[T, 8\]"),
         (lambda i: replace(i, router=i.router._replace(topk=9)), "topk 9 of 16 experts, expected 1 to 8"),
-        (lambda i: replace(i, scores=i.scores[:1]), r"scores \(scratch\): got shape \(1, 16\)"),
+        (lambda i: replace(i, scores=i.scores[:1]), r"scores \(scratch\): got shape \[1, 16\], expected \[>= 2, 16\]"),
         (lambda i: replace(i, token_ids=None), "with a table got no token_ids"),
         (lambda i: replace(i, token_ids=i.token_ids.float()), "float32, expected torch.int32 or torch.int64"),
         (lambda i: replace(i, out=i.out._replace(weights=i.out.weights.double())), "float64, expected torch.float32"),
-        (lambda i: replace(i, host=i.host._replace(experts=i.host.experts[:1])), r"host.experts: got shape \(1, 6\)"),
+        (lambda i: replace(i, host=i.host._replace(experts=i.host.experts[:1])), r"host.experts: got shape \[1, 6\]"),
     ],
-    ids=["x", "topk", "scratch", "no ids", "ids", "weights", "host"],
+    ids=["x", "scalar", "topk", "scratch", "no ids", "ids", "weights", "host"],
 )
 def test_errors(change: object, message: str) -> None:
-    inputs = change(on_cpu(2, (16, 8), hashed=True))  # type: ignore[operator]
+    inputs = change(small(2, (16, 8), hashed=True))  # type: ignore[operator]
     with pytest.raises(ValueError, match=message):
         run(inputs)
 
@@ -198,6 +212,23 @@ def test_tokens_together_and_other_shapes_on_a_card(shape: tuple[int, int], dtyp
         alone = poisoned(make_inputs(1, shape, False, 0, torch.device("cuda"), dtype))
         result = launch(replace(alone, x=inputs.x[token : token + 1], router=inputs.router))
         assert torch.equal(result.weights[0], together.weights[token])
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered")
+@on_devices
+@pytest.mark.parametrize("hashed", [False, True])
+def test_nan_stays_nan(hashed: bool, device: torch.device) -> None:
+    """Of a token all weights; of an expert it is picked first. Picks are those of the definition."""
+    inputs = small(2, (16, 40), hashed, device)
+    inputs.x[0, 5] = torch.nan
+    result = launch(inputs)
+    assert result.weights[0].isnan().all() and result.weights[1].isfinite().all()
+    assert torch.equal(result.experts, expected_picks(inputs).experts)
+    if not hashed:
+        inputs.router.weight[7, 3] = torch.nan
+        result = launch(inputs)
+        assert result.experts[1, 0] == 7 and result.weights[1].isnan().all()
+        assert torch.equal(result.experts, expected_picks(inputs).experts)
 
 
 @pytest.mark.gpu

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 
 from kernels.cases import Case, relative_rms
 
+on_devices = pytest.mark.parametrize(
+    "device", [torch.device("cpu"), pytest.param(torch.device("cuda"), marks=pytest.mark.gpu)], ids=str
+)
+
 
 def check_case(case: Case) -> Any:
-    """The definition within tolerance into poisoned outputs, the same bits twice, and the same bits from a graph that then sees
-    other values; the inputs that the graph ran on last.
+    """The definition within tolerance into poisoned outputs, the same bits twice, nothing allocated after the first call, and
+    the same bits from a graph that then sees other values; the inputs that the graph ran on last.
     """
     device = torch.device("cuda")
     inputs, others = case.make(0, device), case.make(1, device)
@@ -19,7 +24,10 @@ def check_case(case: Case) -> Any:
     result.fill_(torch.nan if result.is_floating_point() else -1)
     first = case.run(inputs).clone()
     assert relative_rms(first, case.reference(inputs)) <= case.tolerance
-    assert torch.equal(case.run(inputs), first)
+    allocated = num_allocations()
+    second = case.run(inputs)
+    assert num_allocations() == allocated
+    assert torch.equal(second, first)
     expected, graph = case.run(others).clone(), torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         result = case.run(inputs)
@@ -30,3 +38,8 @@ def check_case(case: Case) -> Any:
     torch.cuda.synchronize()
     assert torch.equal(result, expected)
     return inputs
+
+
+def num_allocations() -> int:
+    """How many times the caching allocator has been asked for memory."""
+    return int(torch.cuda.memory_stats()["allocation.all.allocated"])
