@@ -15,6 +15,8 @@ from pathlib import Path
 
 import torch
 
+from kernels.timing import CACHE_BYTES, graph_us
+
 Config = dict[str, int]  # constexpr sizes by name, and num_warps, num_stages
 SHIPPED = Path(__file__).parent / "tuned"
 
@@ -43,7 +45,7 @@ def choose(
             return table[name]
     if torch.cuda.is_current_stream_capturing():
         raise RuntimeError(f"{name}: not tuned yet, and a graph is being captured; call the operator once before")
-    chosen = min(candidates, key=lambda config: _median_ms(lambda: launch(config)))
+    chosen = min(candidates, key=lambda config: _run_us(lambda: launch(config), device))
     _own(card)[name] = chosen
     _keep(user_directory() / f"{card}.json", {name: chosen})
     return chosen
@@ -116,7 +118,15 @@ def _own(card: str) -> dict[str, Config]:
     return read_table(user_directory() / f"{card}.json")
 
 
-def _median_ms(run: Callable[[], object]) -> float:
-    from triton.testing import do_bench
+def _run_us(run: Callable[[], object], device: torch.device) -> float:
+    """Microseconds of a run out of memory and of what empties the cache before it, the same for every candidate.
 
-    return float(do_bench(run, warmup=3, rep=15, return_mode="median"))
+    In a graph, since Python takes longer to launch a kernel than many of them take to run.
+    """
+    other = torch.empty(2 * CACHE_BYTES, dtype=torch.uint8, device=device)
+
+    def run_from_memory() -> None:
+        other.zero_()
+        run()
+
+    return graph_us([run_from_memory])

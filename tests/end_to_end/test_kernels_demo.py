@@ -168,8 +168,8 @@ def test_picks_are_found_by_their_addresses(source: ModelDirectory) -> None:
 def untuned(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Every kernel in its first configuration: to time the others, which give the same bits, would take a minute or two."""
     table: dict[str, tuning.Config] = {}
-    monkeypatch.setattr(tuning, "_table", lambda card: table)
-    monkeypatch.setattr(tuning, "_median_ms", lambda run: 0.0)
+    monkeypatch.setattr(tuning, "_own", lambda card: table)
+    monkeypatch.setattr(tuning, "_run_us", lambda run, device: 0.0)
     monkeypatch.setattr(tuning, "user_directory", lambda: tmp_path)
 
 

@@ -251,26 +251,19 @@ def test_cases(case: Case) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("formats", ONE_CODE)
-@pytest.mark.parametrize(("hidden", "width"), [(96, 160), (1120, 32), (4096, 2048)])
-def test_assembly_equals_plain_triton(formats: tuple[str, ...], hidden: int, width: int) -> None:
-    inputs = make(11, CUDA, formats, hidden=hidden, width=width)
+def test_assembly_equals_plain_triton(formats: tuple[str, ...]) -> None:
+    """At one small shape: the plain form takes the compiler long, and more with every width."""
+    inputs = make(11, CUDA, formats, hidden=96, width=64)
     expected, fast = reference(inputs), run(inputs).clone()
     plain = launch(inputs.x, inputs.picks, inputs.rows, inputs.limit, inputs.workspace, inputs.out, fast=False)
     assert relative_rms(fast, expected) <= TWO_ROUNDINGS
     assert relative_rms(fast, plain) <= TWO_ROUNDINGS
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("formats", ONE_CODE)
-def test_assembly_makes_the_same_weights(formats: tuple[str, ...]) -> None:
-    """With one activation of 1 and the others 0, no sum rounds: w1 and w3 come out bit for bit, whatever decodes them."""
-    inputs = make(12, CUDA, formats, hidden=64, width=64)
-    for column in range(64):
+    for column in range(96):  # with one activation of 1 and the others 0 no sum rounds: w1 and w3 come out bit for bit
         inputs.x.zero_()[0, column] = 1.0
         run(inputs)
-        fast = inputs.workspace.hidden.clone()
+        hidden = inputs.workspace.hidden.clone()
         launch(inputs.x, inputs.picks, inputs.rows, inputs.limit, inputs.workspace, inputs.out, fast=False)
-        assert torch.equal(inputs.workspace.hidden, fast), column
+        assert torch.equal(inputs.workspace.hidden, hidden), column
 
 
 @pytest.mark.gpu

@@ -21,7 +21,7 @@ def card(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tuning, "card_name", lambda device: "card")
     monkeypatch.setattr(tuning, "user_directory", lambda: tmp_path / "user")
     monkeypatch.setattr(tuning, "SHIPPED", tmp_path / "shipped")
-    monkeypatch.setattr(tuning, "_median_ms", lambda run: 1 / run())  # type: ignore[operator]
+    monkeypatch.setattr(tuning, "_run_us", lambda run, device: 1 / run())
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     forget()
 
