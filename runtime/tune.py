@@ -1,9 +1,9 @@
 """`runtime tune`: the fastest ladder, pool shares and prefetch of this machine within a quality budget, for `runtime.toml`.
 
 Owns what is tried and what is chosen; how a trial is measured is `tune_trials`' business. The search is greedy, since every
-trial opens the model anew: the quality of each ladder (its perplexity ratio and one standard error above it), the speed of those within the budget, then other shares and at last
-prefetch for the winner. Shares and prefetch are judged once more before they are chosen, since what is resident decides what a
-ladder reads.
+trial opens the model anew: the quality of each ladder (its perplexity ratio and one standard error above it), the speed of
+those within the budget, then other shares and at last prefetch for the winner. Shares and prefetch are judged once more before
+they are chosen, since what is resident decides what a ladder reads.
 """
 
 from __future__ import annotations
