@@ -19,7 +19,8 @@ from kernels.expert_gemm.decode import (
     two_bit_weights,
 )
 from kernels.expert_gemv import slabs
-from kernels.fp8_linear.kernel import clamped_swiglu, round_to
+from kernels.fp8_linear.kernel import round_to
+from kernels.swiglu_kernel import clamped_swiglu
 
 BLOCK = tl.constexpr(128)
 GROUPS = tl.constexpr(4)  # bytes of 32 weights in a block

@@ -15,6 +15,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.expert_gemv.decode import FP4_SCALE, SPLIT_SCALE, fp4_dot, split_dot, two_bit_dot
 from kernels.expert_gemv.slabs import KINDS
+from kernels.swiglu_kernel import clamped_swiglu
 
 PAIRS = tl.constexpr(16)  # words of activations a group
 FP4, TWO_BIT, SPLIT = (tl.constexpr(kind) for kind in KINDS)
@@ -200,12 +201,8 @@ def _finish(
         dots *= tl.load(normalisers + matrix)
     if UP:
         gate, up = tl.split(tl.trans(tl.reshape(dots, (2, ROWS // 2))))
-        gate = tl.minimum(gate, LIMIT, propagate_nan=tl.PropagateNan.ALL)
-        up = tl.minimum(
-            tl.maximum(up, -LIMIT, propagate_nan=tl.PropagateNan.ALL), LIMIT, propagate_nan=tl.PropagateNan.ALL
-        )
         row = tile * (ROWS // 2) + tl.arange(0, ROWS // 2)
-        tl.store(out + row, gate / (1 + tl.exp(-gate)) * up, mask=row < HEIGHT)
+        tl.store(out + row, clamped_swiglu(gate, up, LIMIT), mask=row < HEIGHT)
     else:
         tl.store(out + row, dots * weight, mask=row < HEIGHT)
 

@@ -11,6 +11,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from kernels.swiglu_kernel import clamped_swiglu
+
 BLOCK = tl.constexpr(128)  # columns under one scale: one step along K
 
 # Four codes -> four bfloat16. A code `s eeee mmm` in sign bit 15 and bits 10..4 of a bfloat16 is its value * 2^-120,
@@ -67,15 +69,6 @@ def round_to(x, dtype: tl.constexpr, PORTABLE: tl.constexpr):
 def _product(codes, x):
     """E4M3(codes) · x in float32 for [..., rows, 128] codes and [..., 128, tokens] x."""
     return tl.dot(decode_e4m3(codes), x.to(tl.float32), input_precision="ieee")
-
-
-@triton.jit
-def clamped_swiglu(gate, up, limit):
-    """silu(min(gate, limit)) * clamp(up, ±limit); NaN where either is: the card's plain minimum would drop it."""
-    ALL: tl.constexpr = tl.PropagateNan.ALL
-    gate = tl.minimum(gate, limit, propagate_nan=ALL)
-    up = tl.minimum(tl.maximum(up, -limit, propagate_nan=ALL), limit, propagate_nan=ALL)
-    return gate / (1.0 + tl.exp(-gate)) * up
 
 
 @triton.jit

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from kernels.norm.reference import rms_norm_reference
+from kernels.sinkhorn import sinkhorn
 
 
 def pre_reference(
@@ -42,16 +43,6 @@ def head_reference(streams: Tensor, fn: Tensor, base: Tensor, scale: Tensor, eps
 def norm_reference(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     """The norm taken along with a mix: x normed if there is a weight, else x itself; float32."""
     return x if weight is None else rms_norm_reference(x, weight, eps)
-
-
-def sinkhorn(logits: Tensor, iterations: int, eps: float) -> Tensor:
-    """Nearly doubly stochastic [..., n, n]: softmax over rows + eps, a column step, then iterations-1 full rounds."""
-    c = torch.softmax(logits, -1) + eps
-    c = c / (c.sum(-2, keepdim=True) + eps)
-    for _ in range(iterations - 1):
-        c = c / (c.sum(-1, keepdim=True) + eps)
-        c = c / (c.sum(-2, keepdim=True) + eps)
-    return c
 
 
 def _normed_product(streams: Tensor, fn: Tensor, norm_eps: float) -> Tensor:

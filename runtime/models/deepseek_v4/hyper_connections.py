@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from kernels.sinkhorn import sinkhorn
 from runtime.models.deepseek_v4.layers import linear_float32
 
 
@@ -45,16 +46,6 @@ def spread(output: Tensor, streams: Tensor, mix: Mix) -> Tensor:
     """The streams after a block, [T, n, D]: stream k = post_k * output + sum_j C_jk * stream_j (C's first index is summed)."""
     carried = torch.einsum("tjk,tjd->tkd", mix.combination, streams.float())
     return (carried + mix.post[:, :, None] * output.float()[:, None]).to(streams.dtype)
-
-
-def sinkhorn(logits: Tensor, iterations: int, eps: float) -> Tensor:
-    """Nearly doubly stochastic [..., n, n] of logits: softmax over rows + eps, a column step, then iterations-1 full rounds."""
-    c = torch.softmax(logits, -1) + eps
-    c = c / (c.sum(-2, keepdim=True) + eps)
-    for _ in range(iterations - 1):
-        c = c / (c.sum(-1, keepdim=True) + eps)
-        c = c / (c.sum(-2, keepdim=True) + eps)
-    return c
 
 
 @dataclass(frozen=True, slots=True)
