@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.experimental import gluon
 
 
 @triton.jit
@@ -13,3 +14,6 @@ def clamped_swiglu(gate, up, limit):
     gate = tl.minimum(gate, limit, propagate_nan=ALL)
     up = tl.minimum(tl.maximum(up, -limit, propagate_nan=ALL), limit, propagate_nan=ALL)
     return gate / (1.0 + tl.exp(-gate)) * up
+
+
+clamped_swiglu_in_gluon = gluon.jit(clamped_swiglu.fn)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import warnings
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -15,6 +14,7 @@ from pathlib import Path
 
 import torch
 
+from kernels.card import card_name
 from kernels.timing import CACHE_BYTES, graph_us
 
 Config = dict[str, int]  # constexpr sizes by name, and num_warps, num_stages
@@ -49,11 +49,6 @@ def choose(
     _own(card)[name] = chosen
     _keep(user_directory() / f"{card}.json", {name: chosen})
     return chosen
-
-
-def card_name(device: torch.device) -> str:
-    """The card's name as a file name: "nvidia-h200"."""
-    return re.sub(r"[^a-z0-9]+", "-", torch.cuda.get_device_name(device).lower()).strip("-")
 
 
 def user_directory() -> Path:

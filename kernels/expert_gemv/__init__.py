@@ -5,62 +5,56 @@ Precisions may be mixed in a call. Slabs may lie in device memory or in pinned h
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
 from torch import Tensor
 
-from kernels.expert_gemv.kernel import add_kernel, expert_kernel, pack_kernel
+from kernels.card import is_chainable
+from kernels.expert_gemv.kernel import add_kernel, expert_kernel
+from kernels.expert_gemv.layouts import Constants, Plan
+from kernels.expert_gemv.packing import Packed, allocate_packed, pack_kernel
 from kernels.expert_gemv.reference import add_picks_reference
-from kernels.expert_gemv.slabs import Picks, Rows
+from kernels.expert_gemv.slabs import FP4, KINDS, Picks, Rows
+from kernels.expert_gemv.stream_kernel import stream_kernel
 from kernels.formats import GROUP_SIZE
 from kernels.tuning import Config, choose
 
-# Rows of a tile, tiles of a program, warps: from four to eight rows a lane, from one wave of programs to several.
+SLICES = 4  # warps that share the groups of a row: the fastest of 2, 4 and 8 for the model's shapes on an H200
+# Rows of a program (of w2; of w1 and w3 a program has 32, a group of the next input), warps that share them, registers of a lane.
 CONFIGS = tuple(
-    {"ROWS": rows, "TILES": tiles, "num_warps": warps}
-    for rows, tiles, warps in (
-        (16, 2, 4),
-        (16, 1, 4),
-        (8, 2, 1),
-        (8, 1, 1),
-        (4, 2, 1),
-        (4, 4, 1),
-        (8, 4, 2),
-        (32, 1, 4),
-    )
+    {"rows": rows, "warps": warps, "maxnreg": registers, "num_warps": SLICES * warps}
+    for rows, warps, registers in ((32, 2, 80), (32, 1, 168), (32, 2, 104), (64, 2, 104), (64, 1, 168))
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Workspace:
-    """What a call needs beside inputs and output; allocated once, one call at a time.
+    """What a call needs beside inputs and output: x and what w2 is applied to, as `packing` has them; one call at a time."""
 
-    x: float16 [T, D], as `pack_kernel` leaves it, with its scales float32 [T, D/32]. hidden: float32 [P, F], what w2 is
-    applied to; packed_hidden: the same as x is packed.
-    """
-
-    x: tuple[Tensor, Tensor]
-    hidden: Tensor
-    packed_hidden: tuple[Tensor, Tensor]
+    x: Packed
+    hidden: Packed
 
     @classmethod
     def allocate(cls, tokens: int, picks: int, hidden: int, width: int, device: torch.device) -> Workspace:
         """For calls of up to so many tokens and picks of experts with D = hidden and F = width."""
+        return cls(allocate_packed(tokens, hidden, device), allocate_packed(picks, width, device))
 
-        def pair(rows: int, columns: int) -> tuple[Tensor, Tensor]:
-            packed = torch.zeros(rows, columns, dtype=torch.float16, device=device)
-            return packed, torch.zeros(rows, columns // GROUP_SIZE, device=device)
-
-        return cls(pair(tokens, hidden), torch.zeros(picks, width, device=device), pair(picks, width))
+    @property
+    def room(self) -> tuple[int, int, int, int]:
+        """Tokens, picks, D and F."""
+        (tokens, x_blocks, _), (picks, hidden_blocks, _) = self.x[0].shape, self.hidden[0].shape
+        return tokens, picks, (x_blocks - 1) * GROUP_SIZE, (hidden_blocks - 1) * GROUP_SIZE
 
 
 def expert_gemv(x: Tensor, picks: Picks, rows: Rows, limit: float, workspace: Workspace, out: Tensor) -> Tensor:
     """out[p] = weight_p * w2_p · (silu(min(w1_p·x, limit)) * clamp(w3_p·x, ±limit)), each pick by itself.
 
+    x and what w2 is applied to are rounded to 15 bits under the largest of each 32; an infinity in them counts as NaN.
+
     Args:
-        x: [T, D] bfloat16, float16 or float32, contiguous, on a CUDA device.
+        x: [T, D] bfloat16, float16 or float32, contiguous, on a CUDA device of compute capability 8.0 or later.
         picks: P of them, on the same device; a kind of -1 leaves its row of `out` alone.
         rows: Table rows of this layer; any where all picks are FP4.
         limit: The clamp of gate (upper side) and up (both sides).
@@ -75,47 +69,50 @@ def expert_gemv(x: Tensor, picks: Picks, rows: Rows, limit: float, workspace: Wo
         return out
     if x.device.type != "cuda":
         raise ValueError(f"expert_gemv: x on {x.device}, expected a CUDA device; use kernels.expert.expert_ffn there")
-    return launch(x, picks, rows, limit, workspace, out, fast=True)
+    return launch(x, picks, rows, limit, workspace, out)
 
 
 def launch(
-    x: Tensor, picks: Picks, rows: Rows, limit: float, workspace: Workspace, out: Tensor, *, fast: bool
+    x: Tensor, picks: Picks, rows: Rows, limit: float, workspace: Workspace, out: Tensor, *, portable: bool = False
 ) -> Tensor:
-    """`expert_gemv` unchecked; fast=False decodes without inline assembly, as the interpreter must."""
-    num_picks, width, hidden = out.shape[0], workspace.hidden.shape[1], x.shape[1]
-    chained = fast and torch.cuda.get_device_capability(x.device)[0] >= 9
-    common = {"LIMIT": limit, "FAST": fast, "CHAINED": chained, "launch_pdl": chained}
-    tables = (picks.normalisers, rows.levels.view(torch.int64), rows.scales, rows.split_rows)
+    """`expert_gemv` unchecked; portable: by the kernel that the interpreter can run."""
+    num_picks, (_, _, hidden, width) = out.shape[0], workspace.room
+    groups = hidden // GROUP_SIZE
+    chained = not portable and is_chainable(x.device)
+    grid = (-(-groups // 4), x.shape[0])
+    pack_kernel[grid](x, *workspace.x, groups, BLOCK_G=4, CHAINED=chained, num_warps=1, launch_pdl=chained)
+    tables = (picks.weights, picks.normalisers, rows.levels, rows.split_selectors)
+    named = (picks.slabs, picks.kinds)
 
     def gate_up(config: Config) -> None:
-        grid = (-(-width // (config["ROWS"] // 2 * config["TILES"])), num_picks)
-        inputs = (*_words(workspace.x), picks.slabs, picks.kinds, picks.tokens, picks.weights, *tables)
-        sizes = {"UP": True, "HEIGHT": width, "GROUPS": hidden // GROUP_SIZE, "BLOCK_G": _lanes(hidden)}
-        expert_kernel[grid](*inputs, workspace.hidden, **sizes, **common, **config)
+        plan = Plan(FP4, True, width, groups, SLICES, GROUP_SIZE, config["warps"])
+        arguments = (*workspace.x, *named, picks.tokens, *tables, *workspace.hidden, limit)
+        _run((width // GROUP_SIZE, num_picks), arguments, plan, config, portable)
 
     def down(config: Config) -> None:
-        grid = (-(-hidden // (config["ROWS"] * config["TILES"])), num_picks)
-        inputs = (*_words(workspace.packed_hidden), picks.slabs, picks.kinds, None, picks.weights, *tables)
-        sizes = {"UP": False, "HEIGHT": hidden, "GROUPS": width // GROUP_SIZE, "BLOCK_G": _lanes(width)}
-        expert_kernel[grid](*inputs, out, **sizes, **common, **config)
+        plan = Plan(FP4, False, hidden, width // GROUP_SIZE, SLICES, config["rows"], config["warps"])
+        arguments = (*workspace.hidden, *named, None, *tables, out, workspace.hidden[1], limit)
+        _run((hidden // plan.rows, num_picks), arguments, plan, config, portable)
 
     shape = f"{hidden}x{width} p{triton.next_power_of_2(num_picks)}"
-    _pack(x, workspace.x, chained=False)
-    gate_up(choose("expert_gemv", f"gate_up/{shape}", CONFIGS, gate_up, x.device))
-    _pack(workspace.hidden[:num_picks], workspace.packed_hidden, chained)
-    down(choose("expert_gemv", f"down/{shape}", CONFIGS, down, x.device))
+    gate_up(choose("expert_gemv", f"gate_up/{shape}", _candidates(GROUP_SIZE), gate_up, x.device))
+    down(choose("expert_gemv", f"down/{shape}", _candidates(hidden), down, x.device))
     return out
 
 
-def _pack(vectors: Tensor, packed: tuple[Tensor, Tensor], chained: bool) -> None:
-    count, groups = vectors.shape[0], vectors.shape[1] // GROUP_SIZE
-    pack_kernel[(-(-groups // 16), count)](
-        vectors, *packed, groups, BLOCK_G=16, CHAINED=chained, num_warps=1, launch_pdl=chained
-    )
+def _candidates(rows: int) -> list[Config]:
+    """Configurations whose programs' rows divide these; of one block of 32 rows, one each."""
+    return [config for config in CONFIGS if rows % config["rows"] == 0]
 
 
-def _words(packed: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    return packed[0].view(torch.int32), packed[1]
+def _run(grid: tuple[int, int], arguments: tuple[object, ...], plan: Plan, config: Config, portable: bool) -> None:
+    plans = [Constants(replace(plan, kind=kind)) for kind in KINDS]
+    if portable:
+        expert_kernel[grid](*arguments, *plans)
+        return
+    chained = is_chainable(arguments[0].device)  # type: ignore[attr-defined]
+    options = {name: config[name] for name in ("maxnreg", "num_warps")}
+    stream_kernel[grid](*arguments, *plans, chained, **options, launch_pdl=chained)
 
 
 def add_picks(picks: Tensor, shared: Tensor, out: Tensor) -> Tensor:
@@ -151,22 +148,17 @@ def launch_add(picks: Tensor, shared: Tensor, out: Tensor) -> Tensor:
     return out
 
 
-def _lanes(columns: int) -> int:
-    """Groups of a row taken at once: one a lane, fewer in narrow matrices."""
-    return min(32, 1 << (columns // GROUP_SIZE - 1).bit_length())
-
-
 def _check(x: Tensor, picks: Picks, rows: Rows, workspace: Workspace, out: Tensor) -> None:
     if x.ndim != 2 or out.ndim != 2 or x.dtype not in (torch.bfloat16, torch.float16, torch.float32):
         raise ValueError(
             f"expert_gemv: x {list(x.shape)} {x.dtype} and out {list(out.shape)}, expected [T, D] of 16- or 32-bit floats and [P, D]"
         )
     (num_tokens, hidden), num_picks = x.shape, out.shape[0]
-    room, width = workspace.hidden.shape
+    tokens, room, columns, width = workspace.room
     if hidden % GROUP_SIZE or width % GROUP_SIZE:
         raise ValueError(f"expert_gemv: D {hidden} and F {width}, expected multiples of {GROUP_SIZE}")
-    if num_tokens > workspace.x[0].shape[0] or num_picks > room or workspace.x[0].shape[1] != hidden:
-        held = f"at most {workspace.x[0].shape[0]} and {room} with D {workspace.x[0].shape[1]}"
+    if num_tokens > tokens or num_picks > room or columns != hidden:
+        held = f"at most {tokens} and {room} with D {columns}"
         raise ValueError(
             f"expert_gemv: {num_tokens} tokens and {num_picks} picks with D {hidden}, expected {held}; allocate a larger workspace"
         )
@@ -178,10 +170,9 @@ def _check(x: Tensor, picks: Picks, rows: Rows, workspace: Workspace, out: Tenso
         "tokens": (picks.tokens, (num_picks,), torch.int32),
         "weights": (picks.weights, (num_picks,), torch.float32),
         "normalisers": (picks.normalisers, (num_picks, 3), torch.float32),
-        "levels": (rows.levels, (3, 256, 2), torch.int32),
-        "scales": (rows.scales, (3, 256), torch.float32),
-        "split_rows": (rows.split_rows, (3, 256), torch.int32),
-        "the workspace": (workspace.hidden, (room, width), torch.float32),
+        "levels": (rows.levels, (3, 256), torch.int64),
+        "split_selectors": (rows.split_selectors, (3, 256), torch.int64),
+        "the workspace": (workspace.hidden[1], (room, width // GROUP_SIZE + 1), torch.float32),
     }
     for name, (tensor, shape, dtype) in expected.items():
         fits = tuple(tensor.shape) == shape and tensor.dtype == dtype and tensor.device == x.device

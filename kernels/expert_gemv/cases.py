@@ -45,7 +45,7 @@ class Inputs:
         return [self._matrices(pick) for pick in range(len(self.formats))]
 
     def _matrices(self, pick: int) -> Matrices:
-        hidden, width = self.x.shape[1], self.workspace.hidden.shape[1]
+        *_, hidden, width = self.workspace.room
         slabs = {name: slab.to(self.x.device) for name, slab in self.slabs[pick].items()}
         parts = {name: split_slab(slab, PLANES[name], hidden, width) for name, slab in slabs.items()}
         w1, w3, w2 = (

@@ -21,15 +21,18 @@ ADDRESS_UNIT = 16  # bytes: addresses are given in these, so that a kernel knows
 class Rows(NamedTuple):
     """The 256 rows of w1, w3 and w2 in one layer, as the kernels read them.
 
-    levels: int32 [3, 256, 2]: the four values of a row as float16, their low bytes in one word and their high bytes in the next.
-    scales: float32 [3, 256], the power of two that a row's levels were divided by; their largest is then below 1.
-    bfloat16_levels: int32 [3, 256, 2], the values themselves as bfloat16, laid out as `levels`; for products that take those.
-    split_rows: int32 [3, 256], exponent byte + 256 * partition; zeros where the layer has no base plane.
+    levels: int64 [3, 256], four levels as integers of 14 bits that fill the upper ones of 16, each row under its own scale: their
+        high bytes in the lower word, their low bytes in the upper one, whose lowest two bits each are two bits of the exponent
+        byte of that scale times 2^6, 255 of a row that is NaN and 0 of one that is zero.
+    bfloat16_levels: int32 [3, 256, 2], the levels as bfloat16: low bytes in one word, high bytes in the next; for GEMM.
+    split_selectors: int64 [3, 256], for cells 1, 2 and 3 of base + residual 16 bits each, 0x3210 where the cell of three lies
+        below it, else 0x4321; then the row's scale as bfloat16. Zeros where the layer has no base plane.
+    split_rows: int32 [3, 256], the same as exponent byte + 256 * partition; for GEMM.
     """
 
     levels: Tensor
-    scales: Tensor
     bfloat16_levels: Tensor
+    split_selectors: Tensor
     split_rows: Tensor
 
 
@@ -67,18 +70,33 @@ def split_rows(tables: tuple[SplitTable, SplitTable, SplitTable]) -> Rows:
     """
     for table in tables:
         check_table(table)
-    levels = torch.stack([table.levels.float() * e8m0_to_float32(table.exponents)[:, None] for table in tables])
-    codes = torch.stack([table.exponents.int() + 256 * table.partitions.int() for table in tables])
-    return _rows(levels)._replace(split_rows=codes)
+    exponents = torch.stack([table.exponents for table in tables])
+    partitions = torch.stack([table.partitions for table in tables]).int()
+    levels = torch.stack([table.levels.float() for table in tables]) * e8m0_to_float32(exponents)[..., None]
+    selectors = [torch.where(partitions < cell, 0x3210, 0x4321).long() for cell in (1, 2, 3)]
+    scales = (e8m0_to_float32(exponents).view(torch.int32) >> 16).long()
+    words = selectors[0] | selectors[1] << 16 | selectors[2] << 32 | scales << 48
+    return _rows(levels)._replace(split_selectors=words, split_rows=exponents.int() + 256 * partitions)
 
 
 def _rows(values: Tensor) -> Rows:
-    """Levels [3, 256, 4] float32 in the kernels' form; a NaN stays one."""
-    largest = values.nan_to_num(0.0).abs().amax(-1)
-    exponents = torch.where(largest > 0, torch.floor(torch.log2(largest)) + 1, torch.zeros_like(largest))
-    scales = torch.exp2(exponents.clamp(-125, 127))
+    """Levels [3, 256, 4] float32 in the kernels' form; a NaN makes its row NaN."""
     none = torch.zeros(3, 256, dtype=torch.int32, device=values.device)
-    return Rows(_byte_planes((values / scales[..., None]).half()), scales, _byte_planes(values.bfloat16()), none)
+    return Rows(_integer_levels(values), _byte_planes(values.bfloat16()), none.long(), none)
+
+
+def _integer_levels(values: Tensor) -> Tensor:
+    largest = values.abs().amax(-1)  # NaN where any is
+    exponents = (largest.view(torch.int32) >> 23).clamp(min=19)  # 2^exponent is at most the largest, biased
+    is_number = largest < torch.inf
+    scaled = torch.where(is_number[..., None], values * torch.exp2((140 - exponents).float())[..., None], 0.0)
+    integers = ((scaled / 4).round() * 4).int()  # the largest in [2^13, 2^14]
+    high = (integers + 128) >> 8
+    low = integers - high * 256
+    byte = torch.where(is_number, torch.where(largest > 0, exponents - 7, 0), 255)
+    low |= byte[..., None] >> torch.arange(0, 8, 2, device=values.device) & 3
+    words = [part.to(torch.int8).contiguous().view(torch.int32)[..., 0].long() for part in (high, low)]
+    return words[0] & 0xFFFFFFFF | words[1] << 32
 
 
 def _byte_planes(levels: Tensor) -> Tensor:

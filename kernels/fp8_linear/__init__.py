@@ -16,6 +16,7 @@ import torch
 import triton
 from torch import Tensor
 
+from kernels.card import is_chainable
 from kernels.formats import BLOCK_SIZE, Matrix
 from kernels.fp8_linear.kernel import decode_kernel, prefill_kernel
 from kernels.fp8_linear.reference import fp8_grouped_linear_reference, fp8_linear_reference, fp8_swiglu_reference
@@ -127,12 +128,6 @@ def shared_bytes(device: torch.device) -> int:
     return int(triton.runtime.driver.active.utils.get_device_properties(index)["max_shared_mem"]) - RESERVED_BYTES
 
 
-@cache
-def _is_chainable(device: torch.device) -> bool:
-    """Whether a kernel may start, and fetch weights, before the one before it in the stream has ended: since sm_90."""
-    return torch.cuda.get_device_capability(device) >= (9, 0)
-
-
 def _config(**sizes: int) -> Config:
     return sizes
 
@@ -160,7 +155,7 @@ def _launch(x: Tensor, matrices: tuple[Matrix, ...], out: Tensor, limit: float, 
         sizes = {name: config[name] for name in ("ROWS", "SPLIT", "num_warps")}
         decode_kernel[(rows // config["ROWS"],)](*arguments, TOKENS=DECODE_TOKENS, num_stages=1, **sizes)
     elif tokens <= DECODE_TOKENS:
-        chained = _is_chainable(x.device)
+        chained = is_chainable(x.device)
         options = {"ONE": tokens == 1, "CHAINED": chained, "launch_pdl": chained, **config}
         stream_kernel[(rows // config["ROWS"],)](*arguments, **options)
     else:

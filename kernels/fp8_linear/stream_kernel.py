@@ -12,9 +12,9 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
-from triton.language import PropagateNan
 
 from kernels.fp8_linear.kernel import DECODE_E4M3
+from kernels.swiglu_kernel import clamped_swiglu_in_gluon
 
 BLOCK = gl.constexpr(128)  # columns under one scale
 RUNS, LANES, RUN = (
@@ -23,7 +23,6 @@ RUNS, LANES, RUN = (
     gl.constexpr(16),
 )  # a block: loads of a lane x lanes of a row x codes
 TOKENS = gl.constexpr(8)  # columns of a fragment
-ALL = gl.constexpr(PropagateNan.ALL)  # the card's plain minimum and maximum would drop a NaN
 
 
 @gluon.jit
@@ -165,9 +164,7 @@ def stream_kernel(
 
     result = gl.sum(total, 0)
     if SWIGLU:
-        gate = gl.minimum(result, limit, propagate_nan=ALL)
-        up = gl.maximum(gl.sum(total_up, 0), -limit, propagate_nan=ALL)
-        result = gate / (1.0 + gl.exp(-gate)) * gl.minimum(up, limit, propagate_nan=ALL)
+        result = clamped_swiglu_in_gluon(result, gl.sum(total_up, 0), limit)
     rows = gl.arange(0, ROWS, layout=gl.SliceLayout(1, gl.SliceLayout(0, mma)))[:, None] + first_row
     lines = gl.arange(0, TOKENS, layout=gl.SliceLayout(0, gl.SliceLayout(0, mma)))[None, :]
     gl.store(out + (lines * rows_total + rows), result.to(out.dtype.element_ty), mask=lines < T)

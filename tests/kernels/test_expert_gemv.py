@@ -5,15 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 from on_a_card import check_case
-from ptx import sum_of_products
+from ptx import outputs_of
 from torch import Tensor
-from triton.language import constexpr
 
-from kernels.cases import ONE_ROUNDING, TWO_ROUNDINGS, Case, relative_rms
+from kernels.cases import ONE_ROUNDING, Case, relative_rms
 from kernels.expert_gemv import CONFIGS, add_picks, decode, expert_gemv, launch, launch_add
 from kernels.expert_gemv.cases import Inputs, cases, make, reference, run
 from kernels.expert_gemv.reference import add_picks_reference
-from kernels.expert_gemv.slabs import SKIP, split_rows
+from kernels.expert_gemv.slabs import SKIP, quad2_rows, split_rows
 from kernels.formats import E2M1_VALUES, PLANES, split_slab
 from kernels.split import ORDERED_CODES, SplitTable, merge_split
 
@@ -23,24 +22,20 @@ ONE_CODE = [("fp4", "quad2"), ("int2", "fp4"), ("split", "base")]
 
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
-BOUNDS = {
-    "cpu": ONE_ROUNDING,
-    "cuda": TWO_ROUNDINGS,
-}  # on a card half precision sums sixteen terms, in both halves of the expert
 
 
 @pytest.fixture(autouse=True)
-def one_config(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is tuned here; high tiles where the interpreter runs, which takes its time by the operation, not by the element."""
-    on_card = request.node.get_closest_marker("gpu") is not None
-    monkeypatch.setattr("kernels.expert_gemv.choose", lambda *_: CONFIGS[0] if on_card else {"ROWS": 64, "TILES": 1})
+def one_config(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is tuned here."""
+    monkeypatch.setattr("kernels.expert_gemv.choose", lambda *_: CONFIGS[0])
 
 
 def compute(inputs: Inputs) -> Tensor:
     """By the kernels: those for this card, or interpreted."""
     inputs.out.fill_(torch.nan)
-    fast = inputs.x.is_cuda
-    return launch(inputs.x, inputs.picks, inputs.rows, inputs.limit, inputs.workspace, inputs.out, fast=fast).clone()
+    portable = not inputs.x.is_cuda
+    call = (inputs.x, inputs.picks, inputs.rows, inputs.limit, inputs.workspace, inputs.out)
+    return launch(*call, portable=portable).clone()
 
 
 def small(
@@ -50,11 +45,28 @@ def small(
 
 
 def test_the_assembly_makes_every_weight_exactly() -> None:
-    """Of random words, each weight by an activation of 1: the instructions themselves, run one by one."""
+    """Of random words: the instructions themselves, run one by one."""
     generator = torch.Generator().manual_seed(0)
-    words = torch.randint(2**32, (8, 4), generator=generator).tolist()
-    for group in words:
-        _check_decoders(group, torch.randn(4, generator=generator).half())
+    levels = quad2_rows(torch.randn(3, 256, 4, generator=generator).half()).levels
+    partitions = torch.arange(4, dtype=torch.uint8).repeat(64)
+    table = SplitTable(torch.full((256,), 120, dtype=torch.uint8), partitions, torch.zeros(256, 4).half())
+    selectors = split_rows((table, table, table)).split_selectors[0, :4].tolist()
+    for words in torch.randint(2**32, (8, 2), generator=generator).tolist():
+        _check_decoders(words, levels)
+        _check_split(words, selectors)
+
+
+def test_levels_keep_fourteen_bits_and_their_zeros() -> None:
+    levels = torch.tensor(
+        [[1.0, -0.3, 0.0, 0.001], [0.0, 0.0, 0.0, 0.0], [-60000.0, 1.0, 2.0, 3.0], [torch.nan, 1.0, 0.0, 0.0]]
+    )
+    rows = quad2_rows(levels.repeat(64, 1).expand(3, -1, -1).half()).levels[0, :4]
+    words = torch.stack([rows & 0xFFFFFFFF, rows >> 32 & 0xFFFFFFFF], -1)
+    parts = torch.tensor([[_signed([int(word)]) for word in row] for row in words])
+    exponents = ((parts[:, 1] & 3) << torch.arange(0, 8, 2)).sum(-1)
+    values = (parts[:, 0] * 256 + (parts[:, 1] & ~3)) * torch.exp2(exponents.double() - 133)[:, None]
+    assert values[0, 2] == 0 and not values[1].any() and exponents[3] == 255
+    assert (values[:3] - levels[:3].half().double()).abs().amax(-1).le(levels[:3].abs().amax(-1) * 2.0**-12).all()
 
 
 @pytest.mark.parametrize(
@@ -66,29 +78,22 @@ def test_equals_the_definition(formats: tuple[str, ...], hidden: int, width: int
     assert relative_rms(compute(inputs), reference(inputs)) <= ONE_ROUNDING
 
 
-def test_several_tiles_in_one_program(monkeypatch: pytest.MonkeyPatch) -> None:
-    inputs = small(1, "cpu", ("fp4",), 96, 64)
-    expected = compute(inputs)
-    monkeypatch.setattr("kernels.expert_gemv.choose", lambda *_: {"ROWS": 32, "TILES": 2})
-    assert relative_rms(compute(inputs), expected) <= 1e-6
-
-
 @pytest.mark.parametrize("device", DEVICES)
 def test_both_planes_of_split_give_what_fp4_gives(device: str) -> None:
     inputs, merged = small(2, device, ("split",), 96, 64), small(2, device, ("fp4",), 96, 64)
     merged.slabs[0]["fp4"].copy_(_as_fp4(inputs))
     merged.x.copy_(inputs.x)
     merged.picks.weights.copy_(inputs.picks.weights)
-    assert relative_rms(compute(inputs), compute(merged)) <= BOUNDS[device]
+    assert torch.equal(compute(inputs), compute(merged))
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("scale", [2.0**-60, 2.0**-12, 2.0**60])
+@pytest.mark.parametrize("scale", [2.0**-48, 2.0**-12, 2.0**60])
 def test_activations_of_any_scale(scale: float, device: str) -> None:
     inputs = small(3, device, ("fp4", "quad2"))
     inputs.x.mul_(scale)
     inputs.limit = 10.0 * max(scale, 1.0)  # else all is clamped
-    assert relative_rms(compute(inputs), reference(inputs)) <= TWO_ROUNDINGS
+    assert relative_rms(compute(inputs), reference(inputs)) <= ONE_ROUNDING
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -101,7 +106,7 @@ def test_weights_of_any_scale(byte: int, scale: float, device: str) -> None:
     w1.scales.fill_(byte)
     w3.scales.fill_(byte)
     inputs.x.mul_(scale)
-    assert relative_rms(compute(inputs), reference(inputs)) <= BOUNDS[device]
+    assert relative_rms(compute(inputs), reference(inputs)) <= ONE_ROUNDING
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -109,7 +114,7 @@ def test_one_group_far_larger_than_the_others(device: str) -> None:
     inputs = small(4, device, ("fp4", "quad2"), 128, 64)
     inputs.x[:, 32:64] *= 2.0**-24
     inputs.x[:, 64:96] = 0.0
-    assert relative_rms(compute(inputs), reference(inputs)) <= BOUNDS[device]
+    assert relative_rms(compute(inputs), reference(inputs)) <= ONE_ROUNDING
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -124,7 +129,7 @@ def test_rows_of_a_table_far_below_its_largest(device: str) -> None:
     inputs.rows = split_rows(inputs.tables)  # type: ignore[arg-type]
     inputs.x.mul_(2.0**60)
     inputs.picks.weights.mul_(2.0**60)
-    assert relative_rms(compute(inputs), reference(inputs)) <= BOUNDS[device]
+    assert relative_rms(compute(inputs), reference(inputs)) <= ONE_ROUNDING
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -133,7 +138,7 @@ def test_the_clamp_bites_on_both_sides(device: str) -> None:
     unclamped = reference(inputs)
     inputs.limit = 0.25
     result = compute(inputs)
-    assert relative_rms(result, reference(inputs)) <= BOUNDS[device]
+    assert relative_rms(result, reference(inputs)) <= ONE_ROUNDING
     assert relative_rms(result, unclamped) > 0.1
 
 
@@ -171,7 +176,7 @@ def test_damage_of_one_per_cent_is_seen(name: str, device: str) -> None:
     else:
         slab = inputs.slabs[0]["fp4"]
         slab[: slab.numel() // 100].bitwise_xor_(0x77)
-    assert relative_rms(compute(inputs), expected) > TWO_ROUNDINGS
+    assert relative_rms(compute(inputs), expected) > ONE_ROUNDING
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -183,7 +188,7 @@ def test_a_pick_does_not_depend_on_its_company(device: str) -> None:
     for number in range(len(tokens)):
         alone = inputs.picks._make(part[number : number + 1].contiguous() for part in inputs.picks)
         out = torch.full((1, 64), torch.nan, device=device)
-        launch(inputs.x, alone, inputs.rows, inputs.limit, inputs.workspace, out, fast=device == "cuda")
+        launch(inputs.x, alone, inputs.rows, inputs.limit, inputs.workspace, out, portable=device == "cpu")
         assert torch.equal(out[0], together[number]), number
 
 
@@ -193,7 +198,7 @@ def test_a_skipped_pick_keeps_its_row(device: str) -> None:
     expected = reference(inputs)
     inputs.picks.kinds[0] = SKIP
     out = compute(inputs)
-    assert out[0].isnan().all() and relative_rms(out[1], expected[1]) <= BOUNDS[device]
+    assert out[0].isnan().all() and relative_rms(out[1], expected[1]) <= ONE_ROUNDING
 
 
 def test_the_sum_is_in_rank_order() -> None:
@@ -250,20 +255,21 @@ def test_cases(case: Case) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize(("hidden", "width"), [(96, 64), (1120, 32), (1024, 512)])
 @pytest.mark.parametrize("formats", ONE_CODE)
-def test_assembly_equals_plain_triton(formats: tuple[str, ...]) -> None:
-    """At one small shape: the plain form takes the compiler long, and more with every width."""
-    inputs = make(11, CUDA, formats, hidden=96, width=64)
-    expected, fast = reference(inputs), run(inputs).clone()
-    plain = launch(inputs.x, inputs.picks, inputs.rows, inputs.limit, inputs.workspace, inputs.out, fast=False)
-    assert relative_rms(fast, expected) <= TWO_ROUNDINGS
-    assert relative_rms(fast, plain) <= TWO_ROUNDINGS
-    for column in range(96):  # with one activation of 1 and the others 0 no sum rounds: w1 and w3 come out bit for bit
-        inputs.x.zero_()[0, column] = 1.0
-        run(inputs)
-        hidden = inputs.workspace.hidden.clone()
-        launch(inputs.x, inputs.picks, inputs.rows, inputs.limit, inputs.workspace, inputs.out, fast=False)
-        assert torch.equal(inputs.workspace.hidden, hidden), column
+def test_tensor_cores_equal_plain_triton(formats: tuple[str, ...], hidden: int, width: int) -> None:
+    """The same whole numbers, scaled and added up in the same order but for the last four lanes and warps."""
+    inputs = make(11, CUDA, formats, hidden=hidden, width=width)
+    call = (inputs.x, inputs.picks, inputs.rows, inputs.limit, inputs.workspace, inputs.out)
+    fast = run(inputs).clone()
+    assert relative_rms(fast, reference(inputs)) <= ONE_ROUNDING
+    assert relative_rms(fast, launch(*call, portable=True)) <= 1e-5
+    column = hidden - 3  # with one activation of 1 and the others 0 no sum rounds: w1 and w3 come out bit for bit
+    inputs.x.zero_()[0, column] = 1.0
+    run(inputs)
+    hidden_blocks = inputs.workspace.hidden[0].clone()
+    launch(*call, portable=True)
+    assert torch.equal(inputs.workspace.hidden[0], hidden_blocks)
 
 
 @pytest.mark.gpu
@@ -290,7 +296,7 @@ def test_a_slot_beyond_two_gib() -> None:
 
 def _as_fp4(inputs: Inputs) -> Tensor:
     """The fp4 slab that the pick's base and residual are."""
-    hidden, width = inputs.x.shape[1], inputs.workspace.hidden.shape[1]
+    *_, hidden, width = inputs.workspace.room
     slab = torch.zeros(PLANES["fp4"].slab_bytes(hidden, width), dtype=torch.uint8, device=inputs.x.device)
     parts = (split_slab(inputs.slabs[0][name], PLANES[name], hidden, width) for name in ("base", "residual"))
     for target, base, residual, table in zip(
@@ -304,27 +310,38 @@ def _as_fp4(inputs: Inputs) -> Tensor:
 
 
 def _check_decoders(words: list[int], levels: Tensor) -> None:
-    level_bytes = levels.view(torch.uint8).tolist()
-    row = [sum(byte << 8 * place for place, byte in enumerate(level_bytes[half::2])) for half in range(2)]
+    """levels: int64 [3, 256], of `Rows`."""
+    high, low = (int(levels[0, words[0] & 255]) >> shift & 0xFFFFFFFF for shift in (0, 32))
+    two_bit = _signed(outputs_of(decode.TWO_BIT_PTX.value, {8: words[0], 12: high, 16: low}, 8))
+    fp4 = _signed(outputs_of(decode.FP4_PTX.value, {4: words[0], 8: decode.MAGNITUDES.value}, 4))
+    for k in range(8):
+        positive, negative = fp4[k], fp4[8 + k]
+        assert positive - negative == 2 * E2M1_VALUES[words[0] >> 4 * k & 15], k
+    for k in range(16):
+        at, code = _place_in_word(k), words[0] >> 2 * k & 3
+        assert two_bit[at] == _signed([high])[code] and two_bit[16 + at] == _signed([low])[code], k
+
+
+def _check_split(words: list[int], selectors: list[int]) -> None:
+    """selectors: The row of each of the four partitions."""
     ordered = [E2M1_VALUES[code] for code in ORDERED_CODES]
-    for k in range(32):
-        pair = {number: (0x3C00 << 16 * (k % 8 // 4)) * (number == k // 8 * 4 + k % 4) for number in range(16)}
-        fp4 = _run(decode.FP4_PTX, words, pair)
-        assert fp4 * decode.FP4_SCALE.value == E2M1_VALUES[words[k // 8] >> k % 8 * 4 & 15], k
-        base, residual = (words[plane + k // 16] >> k % 16 * 2 & 3 for plane in (0, 2))
-        assert _run(decode.TWO_BIT_PTX, words[:2] + row, pair) == levels[base], k
-        for partition in range(4):
+    for partition, row in enumerate(selectors):
+        first, second = row & 0xFFFFFFFF, row >> 32 & 0xFFFFFFFF
+        cells = outputs_of(decode.CELLS_PTX.value, {3: first, 4: second}, 3)
+        operands = {8: words[0], 12: words[1]} | dict(zip((16, 20, 24), cells, strict=True))
+        values = _signed(outputs_of(decode.SPLIT_PTX.value, operands, 8))
+        for k in range(16):
+            base, residual = (word >> 2 * k & 3 for word in words[:2])
             if base != partition or residual != 3:
-                split = _run(decode.SPLIT_PTX, words + _cells(partition), pair)
-                assert split * decode.SPLIT_SCALE.value == ordered[4 * base - (base > partition) + residual], k
+                at, number = _place_in_word(k), 4 * base - (base > partition) + residual
+                assert values[at] - values[16 + at] == 2 * ordered[number], (partition, k)
 
 
-def _cells(partition: int) -> list[int]:
-    early = (None, decode.EARLY_1, decode.EARLY_2, decode.EARLY_3)
-    late = (decode.CELL_0, decode.CELL_1, decode.CELL_2, decode.CELL_3)
-    return [(early[cell] if cell > partition else late[cell]).value for cell in range(4)]  # type: ignore[union-attr]
+def _signed(words: list[int]) -> list[int]:
+    """The bytes of words, lowest first."""
+    return [(word >> 8 * byte & 255 ^ 128) - 128 for word in words for byte in range(4)]
 
 
-def _run(assembly: constexpr, words: list[int], pairs: dict[int, int]) -> float:
-    operands = dict(enumerate(words, 1)) | {len(words) + 1 + number: word for number, word in pairs.items()}
-    return sum_of_products(assembly.value, operands)
+def _place_in_word(k: int) -> int:
+    """Where code k of a word comes out: even codes of both halves, then odd ones."""
+    return k % 2 * 8 + k // 2

@@ -80,7 +80,7 @@ class GatheredExperts:
         picks.normalisers.copy_(self.normalisers[number][experts])
         picks.weights.copy_(chosen.weights[0])
         call = (x, picks, self.rows[number], self.limit, self.workspace, self.out)
-        return (gemv.expert_gemv(*call) if x.is_cuda else gemv.launch(*call, fast=False))[None]
+        return (gemv.expert_gemv(*call) if x.is_cuda else gemv.launch(*call, portable=True))[None]
 
 
 @dataclass(frozen=True)

@@ -9,24 +9,23 @@ import numpy as np
 WORD = 2**32 - 1
 
 
-def sum_of_products(assembly: str, operands: dict[int, int]) -> float:
-    """What the two halves of `acc` add up to after `assembly`, in float64; operands: $number -> word."""
-    _, halves = _execute(assembly, operands)
-    return float(halves.sum())
+def outputs_of(assembly: str, operands: dict[int, int], words: int) -> list[int]:
+    """What `assembly` leaves in $0…$(words - 1); operands: $number -> word."""
+    registers = _execute(assembly, operands)
+    return [registers[f"${word}"] for word in range(words)]
 
 
 def bfloat16_outputs(assembly: str, operands: dict[int, int], words: int) -> list[float]:
     """The bfloat16 values that `assembly` leaves in $0…$(words - 1), low halves first; operands: $number -> word."""
-    registers, _ = _execute(assembly, operands)
-    return [float(half) for word in range(words) for half in _bfloat16_halves(registers[f"${word}"])]
+    outputs = outputs_of(assembly, operands, words)
+    return [float(half) for word in outputs for half in _bfloat16_halves(word)]
 
 
-def _execute(assembly: str, operands: dict[int, int]) -> tuple[dict[str, int], np.ndarray]:
-    """The registers and the halves of `acc` at the end."""
+def _execute(assembly: str, operands: dict[int, int]) -> dict[str, int]:
+    """The registers at the end."""
     registers = {f"${number}": word & WORD for number, word in operands.items()}
-    halves = np.zeros(2)
     for line in assembly.split("\n"):
-        if not line.endswith(";") or line.startswith((".", "cvt", "add.f32", "mov.b32 {")):
+        if not line.endswith(";") or line.startswith("."):
             continue
         operation, rest = line[:-1].split(" ", 1)
         if operation == "mov.b64":
@@ -34,16 +33,9 @@ def _execute(assembly: str, operands: dict[int, int]) -> tuple[dict[str, int], n
             registers[low], registers[high] = registers[wide] & WORD, registers[wide] >> 32
             continue
         target, *names = (name.strip() for name in rest.split(","))
-        words = [registers[name] if name in registers else int(name, 0) for name in names if name != "acc"]
-        if operation in ("mul.rn.f16x2", "fma.rn.f16x2"):
-            halves = halves * (operation == "fma.rn.f16x2") + _halves(words[0]) * _halves(words[1])
-        else:
-            registers[target] = OPERATIONS[operation](*words)
-    return registers, halves
-
-
-def _halves(word: int) -> np.ndarray:
-    return np.array([word], np.uint32).view(np.float16).astype(np.float64)
+        words = [registers[name] if name in registers else int(name, 0) for name in names]
+        registers[target] = OPERATIONS[operation](*words)
+    return registers
 
 
 def _bfloat16_halves(word: int) -> np.ndarray:
@@ -62,9 +54,13 @@ def _lop3(a: int, b: int, c: int, table: int) -> int:
 
 
 def _prmt(a: int, b: int, selector: int) -> int:
-    places = [selector >> 4 * i & 15 for i in range(4)]
-    assert max(places) < 8, "a selector that repeats signs"
-    return sum(((a | b << 32) >> 8 * place & 255) << 8 * i for i, place in enumerate(places))
+    """A selector's top bit repeats the sign of the byte that the others name."""
+    chosen = [(a | b << 32) >> 8 * (selector >> 4 * i & 7) & 255 for i in range(4)]
+    repeats = [selector >> 4 * i + 3 & 1 for i in range(4)]
+    return sum(
+        (byte if not repeat else 255 * (byte >> 7)) << 8 * i
+        for i, (byte, repeat) in enumerate(zip(chosen, repeats, strict=True))
+    )
 
 
 OPERATIONS = {
