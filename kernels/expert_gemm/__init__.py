@@ -15,6 +15,7 @@ import torch
 import triton
 from torch import Tensor
 
+from kernels.checks import FLOAT32, FLOATS, INTEGERS, expect
 from kernels.expert_gemm.kernel import hidden_kernel, output_kernel
 from kernels.expert_gemm.plan import plan_tiles
 from kernels.expert_gemv.slabs import KINDS, Rows
@@ -142,24 +143,13 @@ def _check(call: Call, kinds: Collection[int]) -> None:
     if not set(kinds) <= set(KINDS):
         raise ValueError(f"expert_gemm: kinds {sorted(kinds)}, expected some of {list(KINDS)}; leave out the others")
     per_token, count = (x.shape[0], picks.shape[1]), experts.kinds.shape[0]
-    floats = (torch.bfloat16, torch.float32)
-    _check_tensor("picks", picks, x, per_token, (torch.int32, torch.int64))
-    _check_tensor("weights", weights, x, per_token, (torch.float32,))
-    _check_tensor("slabs", experts.slabs, x, (count, 2), (torch.int64,))
-    _check_tensor("kinds", experts.kinds, x, (count,), (torch.int32,))
-    _check_tensor("normalisers", experts.normalisers, x, (count, 3), (torch.float32,))
-    _check_tensor("hidden", hidden, x, (picks.numel(), hidden.shape[1]), (torch.bfloat16,))
-    _check_tensor("out", out, x, (*per_token, x.shape[1]), floats)
-    _check_tensor("x", x, x, tuple(x.shape), floats)
-    _check_tensor("rows.bfloat16_levels", rows.bfloat16_levels, x, (3, 256, 2), (torch.int32,))
-    _check_tensor("rows.split_rows", rows.split_rows, x, (3, 256), (torch.int32,))
-
-
-def _check_tensor(
-    name: str, tensor: Tensor, x: Tensor, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...]
-) -> None:
-    if tensor.shape != shape or tensor.dtype not in dtypes:
-        found = f"{tensor.dtype} {tuple(tensor.shape)}"
-        raise ValueError(f"expert_gemm: {name} {found}, expected {dtypes[-1]} {list(shape)}")
-    if tensor.device != x.device or not tensor.is_contiguous():
-        raise ValueError(f"expert_gemm: {name} not contiguous or not on {x.device}; move or copy it first")
+    expect("expert_gemm", "picks", picks, per_token, INTEGERS, x.device)
+    expect("expert_gemm", "weights", weights, per_token, FLOAT32, x.device)
+    expect("expert_gemm", "slabs", experts.slabs, (count, 2), (torch.int64,), x.device)
+    expect("expert_gemm", "kinds", experts.kinds, (count,), (torch.int32,), x.device)
+    expect("expert_gemm", "normalisers", experts.normalisers, (count, 3), FLOAT32, x.device)
+    expect("expert_gemm", "hidden", hidden, (picks.numel(), hidden.shape[1]), (torch.bfloat16,), x.device)
+    expect("expert_gemm", "out", out, (*per_token, x.shape[1]), FLOATS, x.device)
+    expect("expert_gemm", "x", x, tuple(x.shape), FLOATS, x.device)
+    expect("expert_gemm", "rows.bfloat16_levels", rows.bfloat16_levels, (3, 256, 2), (torch.int32,), x.device)
+    expect("expert_gemm", "rows.split_rows", rows.split_rows, (3, 256), (torch.int32,), x.device)

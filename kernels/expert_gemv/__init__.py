@@ -12,6 +12,7 @@ import triton
 from torch import Tensor
 
 from kernels.card import is_chainable
+from kernels.checks import FLOAT32, expect
 from kernels.expert_gemv.kernel import add_kernel, expert_kernel
 from kernels.expert_gemv.layouts import Constants, Plan
 from kernels.expert_gemv.packing import Packed, allocate_packed, pack_kernel
@@ -78,9 +79,9 @@ def launch(
     """`expert_gemv` unchecked; portable: by the kernel that the interpreter can run."""
     num_picks, (_, _, hidden, width) = out.shape[0], workspace.room
     groups = hidden // GROUP_SIZE
+    # Starts when all before it has ended: the next kernels read picks, tables and weights before they wait for this one.
     chained = not portable and is_chainable(x.device)
-    grid = (-(-groups // 4), x.shape[0])
-    pack_kernel[grid](x, *workspace.x, groups, BLOCK_G=4, CHAINED=chained, num_warps=1, launch_pdl=chained)
+    pack_kernel[(-(-groups // 4), x.shape[0])](x, *workspace.x, groups, BLOCK_G=4, CHAINED=chained, num_warps=1)
     tables = (picks.weights, picks.normalisers, rows.levels, rows.split_selectors)
     named = (picks.slabs, picks.kinds)
 
@@ -162,20 +163,13 @@ def _check(x: Tensor, picks: Picks, rows: Rows, workspace: Workspace, out: Tenso
         raise ValueError(
             f"expert_gemv: {num_tokens} tokens and {num_picks} picks with D {hidden}, expected {held}; allocate a larger workspace"
         )
-    expected = {
-        "x": (x, (num_tokens, hidden), x.dtype),
-        "out": (out, (num_picks, hidden), torch.float32),
-        "slabs": (picks.slabs, (num_picks, 2), torch.int64),
-        "kinds": (picks.kinds, (num_picks,), torch.int32),
-        "tokens": (picks.tokens, (num_picks,), torch.int32),
-        "weights": (picks.weights, (num_picks,), torch.float32),
-        "normalisers": (picks.normalisers, (num_picks, 3), torch.float32),
-        "levels": (rows.levels, (3, 256), torch.int64),
-        "split_selectors": (rows.split_selectors, (3, 256), torch.int64),
-        "the workspace": (workspace.hidden[1], (room, width // GROUP_SIZE + 1), torch.float32),
-    }
-    for name, (tensor, shape, dtype) in expected.items():
-        fits = tuple(tensor.shape) == shape and tensor.dtype == dtype and tensor.device == x.device
-        if not fits or not tensor.is_contiguous():
-            found = f"{list(tensor.shape)} {tensor.dtype} on {tensor.device}, strides {list(tensor.stride())}"
-            raise ValueError(f"expert_gemv: {name} is {found}, expected contiguous {list(shape)} {dtype} on {x.device}")
+    expect("expert_gemv", "x", x, (num_tokens, hidden), (x.dtype,), x.device)
+    expect("expert_gemv", "out", out, (num_picks, hidden), FLOAT32, x.device)
+    expect("expert_gemv", "slabs", picks.slabs, (num_picks, 2), (torch.int64,), x.device)
+    expect("expert_gemv", "kinds", picks.kinds, (num_picks,), (torch.int32,), x.device)
+    expect("expert_gemv", "tokens", picks.tokens, (num_picks,), (torch.int32,), x.device)
+    expect("expert_gemv", "weights", picks.weights, (num_picks,), FLOAT32, x.device)
+    expect("expert_gemv", "normalisers", picks.normalisers, (num_picks, 3), FLOAT32, x.device)
+    expect("expert_gemv", "levels", rows.levels, (3, 256), (torch.int64,), x.device)
+    expect("expert_gemv", "split_selectors", rows.split_selectors, (3, 256), (torch.int64,), x.device)
+    expect("expert_gemv", "workspace", workspace.hidden[1], (room, width // GROUP_SIZE + 1), FLOAT32, x.device)

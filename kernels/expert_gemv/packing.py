@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.language.extra.cuda import gdc_launch_dependents
 
 from kernels.formats import GROUP_SIZE
 
@@ -61,10 +61,9 @@ def place(k, TWO_BIT: tl.constexpr):
 
 @triton.jit
 def pack_kernel(x, packed, scales, GROUPS: tl.constexpr, BLOCK_G: tl.constexpr, CHAINED: tl.constexpr):
-    """Vectors x [V, 32 * GROUPS] into `Packed`."""
+    """Vectors x [V, 32 * GROUPS] into `Packed`; CHAINED: who comes next may start, and waits for this kernel itself."""
     if CHAINED:
         gdc_launch_dependents()
-        gdc_wait()
     vector = tl.program_id(1).to(tl.int64)
     group, k = tl.program_id(0) * BLOCK_G + tl.arange(0, BLOCK_G), tl.arange(0, 32)
     mask = group < GROUPS
