@@ -17,7 +17,7 @@ from kernels.expert_gemv.kernel import add_kernel, expert_kernel
 from kernels.expert_gemv.layouts import Constants, Plan
 from kernels.expert_gemv.packing import Packed, allocate_packed, pack_kernel
 from kernels.expert_gemv.reference import add_picks_reference
-from kernels.expert_gemv.slabs import FP4, KINDS, Picks, Rows
+from kernels.expert_gemv.slabs import KINDS, Picks, Rows
 from kernels.expert_gemv.stream_kernel import stream_kernel
 from kernels.formats import GROUP_SIZE
 from kernels.tuning import Config, choose
@@ -52,7 +52,8 @@ class Workspace:
 def expert_gemv(x: Tensor, picks: Picks, rows: Rows, limit: float, workspace: Workspace, out: Tensor) -> Tensor:
     """out[p] = weight_p * w2_p · (silu(min(w1_p·x, limit)) * clamp(w3_p·x, ±limit)), each pick by itself.
 
-    x and what w2 is applied to are rounded to 15 bits under the largest of each 32; an infinity in them counts as NaN.
+    x and what w2 is applied to are rounded to 14 bits under the largest of each 32; an infinity in them counts as NaN, and FP4's
+    scale byte 0 as zero.
 
     Args:
         x: [T, D] bfloat16, float16 or float32, contiguous, on a CUDA device of compute capability 8.0 or later.
@@ -86,14 +87,15 @@ def launch(
     named = (picks.slabs, picks.kinds)
 
     def gate_up(config: Config) -> None:
-        plan = Plan(FP4, True, width, groups, SLICES, GROUP_SIZE, config["warps"])
+        plan = Plan(up=True, height=width, groups=groups, slices=SLICES, rows=GROUP_SIZE, warps=config["warps"])
         arguments = (*workspace.x, *named, picks.tokens, *tables, *workspace.hidden, limit)
-        _run((width // GROUP_SIZE, num_picks), arguments, plan, config, portable)
+        _run((width // GROUP_SIZE, num_picks), arguments, plan, config, chained, portable)
 
     def down(config: Config) -> None:
-        plan = Plan(FP4, False, hidden, width // GROUP_SIZE, SLICES, config["rows"], config["warps"])
+        sizes = {"height": hidden, "groups": width // GROUP_SIZE, "rows": config["rows"], "warps": config["warps"]}
+        plan = Plan(up=False, slices=SLICES, **sizes)
         arguments = (*workspace.hidden, *named, None, *tables, out, workspace.hidden[1], limit)
-        _run((hidden // plan.rows, num_picks), arguments, plan, config, portable)
+        _run((hidden // plan.rows, num_picks), arguments, plan, config, chained, portable)
 
     shape = f"{hidden}x{width} p{triton.next_power_of_2(num_picks)}"
     gate_up(choose("expert_gemv", f"gate_up/{shape}", _candidates(GROUP_SIZE), gate_up, x.device))
@@ -102,18 +104,19 @@ def launch(
 
 
 def _candidates(rows: int) -> list[Config]:
-    """Configurations whose programs' rows divide these; of one block of 32 rows, one each."""
+    """Configurations whose programs' rows divide these."""
     return [config for config in CONFIGS if rows % config["rows"] == 0]
 
 
-def _run(grid: tuple[int, int], arguments: tuple[object, ...], plan: Plan, config: Config, portable: bool) -> None:
+def _run(
+    grid: tuple[int, int], arguments: tuple[object, ...], plan: Plan, config: Config, chained: bool, portable: bool
+) -> None:
     plans = [Constants(replace(plan, kind=kind)) for kind in KINDS]
     if portable:
         expert_kernel[grid](*arguments, *plans)
-        return
-    chained = is_chainable(arguments[0].device)  # type: ignore[attr-defined]
-    options = {name: config[name] for name in ("maxnreg", "num_warps")}
-    stream_kernel[grid](*arguments, *plans, chained, **options, launch_pdl=chained)
+    else:
+        options = {name: config[name] for name in ("maxnreg", "num_warps")}
+        stream_kernel[grid](*arguments, *plans, chained, **options, launch_pdl=chained)
 
 
 def add_picks(picks: Tensor, shared: Tensor, out: Tensor) -> Tensor:
@@ -156,12 +159,12 @@ def _check(x: Tensor, picks: Picks, rows: Rows, workspace: Workspace, out: Tenso
         )
     (num_tokens, hidden), num_picks = x.shape, out.shape[0]
     tokens, room, columns, width = workspace.room
-    if hidden % GROUP_SIZE or width % GROUP_SIZE:
-        raise ValueError(f"expert_gemv: D {hidden} and F {width}, expected multiples of {GROUP_SIZE}")
+    if hidden % GROUP_SIZE:
+        raise ValueError(f"expert_gemv: D {hidden}, expected a multiple of {GROUP_SIZE}; pad the expert")
     if num_tokens > tokens or num_picks > room or columns != hidden:
         held = f"at most {tokens} and {room} with D {columns}"
         raise ValueError(
-            f"expert_gemv: {num_tokens} tokens and {num_picks} picks with D {hidden}, expected {held}; allocate a larger workspace"
+            f"expert_gemv: {num_tokens} tokens and {num_picks} picks with D {hidden}, expected {held}; allocate a workspace for these"
         )
     expect("expert_gemv", "x", x, (num_tokens, hidden), (x.dtype,), x.device)
     expect("expert_gemv", "out", out, (num_picks, hidden), FLOAT32, x.device)

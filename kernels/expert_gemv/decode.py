@@ -2,7 +2,7 @@
 
 A byte permute takes four selectors of four bits and gives four bytes of a table of eight; where a selector's top bit is set it
 repeats that byte's sign instead, which is zero in tables of magnitudes. So one permute gives the positive values among four codes
-and one, with those bits flipped, the negative ones; the tensor cores subtract their sums. Values are twice E2M1's, hence whole.
+and one, with those bits flipped, the negative ones; their sums are subtracted. FP4's values are taken twice, hence whole.
 
 Shifts by multiplication use another unit than the permutes, of which there are many.
 """
@@ -12,7 +12,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-MAGNITUDES = tl.constexpr(0x03020100)  # twice E2M1's, of codes 0 to 3; 0x0C080604 of codes 4 to 7
+MAGNITUDES = tl.constexpr(0x03020100)  # twice E2M1's, of codes 0 to 3
+LARGE = "0x0C080604"  # of codes 4 to 7
 
 
 def _asm(lines: list[str], registers: str) -> tl.constexpr:
@@ -54,12 +55,12 @@ _HIGH_HALVES = [*_shift_right("even_high", "even", 16), *_shift_right("odd_high"
 FP4_PTX = _asm(
     [
         *_shift_right("upper", "$4", 16),
-        "prmt.b32 $0, $8, 0x0C080604, $4;",
-        "prmt.b32 $1, $8, 0x0C080604, upper;",
+        f"prmt.b32 $0, $8, {LARGE}, $4;",
+        f"prmt.b32 $1, $8, {LARGE}, upper;",
         "xor.b32 flipped, $4, 0x88888888;",
         *_shift_right("upper", "flipped", 16),
-        "prmt.b32 $2, $8, 0x0C080604, flipped;",
-        "prmt.b32 $3, $8, 0x0C080604, upper;",
+        f"prmt.b32 $2, $8, {LARGE}, flipped;",
+        f"prmt.b32 $3, $8, {LARGE}, upper;",
     ],
     "low, upper, flipped",
 )
@@ -95,8 +96,8 @@ CELLS_PTX = _asm(
     [
         "prmt.b32 $0, 0x01020304, 0, $3;",
         *_shift_right("second", "$3", 16),
-        "prmt.b32 $1, 0x03020100, 4, second;",
-        "prmt.b32 $2, 0x0C080604, 0, $4;",
+        f"prmt.b32 $1, {MAGNITUDES.value}, 4, second;",
+        f"prmt.b32 $2, {LARGE}, 0, $4;",
     ],
     "low, second",
 )

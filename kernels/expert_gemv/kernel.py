@@ -9,12 +9,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from kernels.expert_gemv import slabs as addresses
 from kernels.expert_gemv.decode import fp4_values, split_values, two_bit_values
 from kernels.expert_gemv.packing import BLOCK_BYTES, pair, place
-from kernels.expert_gemv.slabs import KINDS
 from kernels.swiglu_kernel import clamped_swiglu
 
-FP4, TWO_BIT, SPLIT = (tl.constexpr(kind) for kind in KINDS)
+FP4, TWO_BIT, SPLIT = (tl.constexpr(kind) for kind in addresses.KINDS)
+ADDRESS_UNIT = tl.constexpr(addresses.ADDRESS_UNIT)
 
 
 @triton.jit
@@ -74,7 +75,8 @@ def _products(
                 dots = tl.sum(values * (high * 256 + low), 3)
                 scale = (((second >> 16) << 16) | 1).to(tl.float32, bitcast=True)
                 unit = 0.5
-            total += dots.to(tl.float32) * (scale * (x_scale * unit))
+            factor = tl.where(x_scale == 0, 0.0, scale * (x_scale * unit))  # past a row's end no byte is one
+            total += dots.to(tl.float32) * factor
     return tl.sum(tl.sum(total, 2), 0)
 
 
@@ -100,7 +102,7 @@ def _expert(
     PLAN: tl.constexpr,
 ):  # fmt: skip
     vector = (pick if vectors is None else tl.load(vectors + pick)).to(tl.int64)
-    slab, residual = tl.load(slabs + pick * 2) * 16, tl.load(slabs + pick * 2 + 1) * 16
+    slab, residual = tl.load(slabs + pick * 2) * ADDRESS_UNIT, tl.load(slabs + pick * 2 + 1) * ADDRESS_UNIT
     x, x_scales = packed + vector * ((PLAN.groups + 1) * BLOCK_BYTES), scales + vector * (PLAN.groups + 1)
     first_row = block * PLAN.rows
     if PLAN.up:

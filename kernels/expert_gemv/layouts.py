@@ -30,13 +30,18 @@ class Plan:
     slices: Warps that share a row's groups. rows: A program's, of each matrix. warps: Warps that share its rows.
     """
 
-    kind: int
     up: bool
     height: int
     groups: int
     slices: int
     rows: int
     warps: int
+    kind: int = FP4
+
+    @property
+    def lanes(self) -> int:
+        """Of a warp, for each row."""
+        return LANES
 
     @property
     def words(self) -> int:
@@ -62,7 +67,7 @@ class Plan:
 
     @property
     def room(self) -> int:
-        """Steps that shared memory is shaped for."""
+        """Steps, rounded up to the power of two that layouts need."""
         return 1 << (self.steps - 1).bit_length()
 
     @property
@@ -72,7 +77,7 @@ class Plan:
 
     @property
     def parts(self) -> int:
-        """Of a group's activations, each for one decoded word of a code word."""
+        """Of a group's activations: one for each output of a decoder."""
         return 8 // self.words
 
     @property
@@ -199,7 +204,8 @@ def numbers_along(axis: gl.constexpr, size: gl.constexpr, layout: gl.constexpr, 
 class Constants:
     """A Plan whose every property is a constant to the compiler, which takes no plain numbers and layouts.
 
-    source: Of this file. The compiler knows a kernel it has compiled by the text of its constants, which layouts are none of.
+    source: A hash of this file. The compiler finds a kernel it has compiled before by the text of these constants, and that has
+        no layouts in it.
     """
 
     plan: Plan

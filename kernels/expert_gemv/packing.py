@@ -21,7 +21,13 @@ Packed = tuple[Tensor, Tensor]  # blocks int8 [V, N/32 + 1, 128] and their scale
 
 
 def allocate_packed(vectors: int, columns: int, device: torch.device) -> Packed:
-    """Room for so many vectors of so many columns, all zero."""
+    """Room for so many vectors of so many columns, all zero.
+
+    Raises:
+        ValueError: The columns are no whole groups.
+    """
+    if columns % GROUP_SIZE:
+        raise ValueError(f"expert_gemv: vectors of {columns}, expected a multiple of {GROUP_SIZE}; pad the expert")
     blocks = columns // GROUP_SIZE + 1
     data = torch.zeros(vectors, blocks, BLOCK_BYTES.value, dtype=torch.int8, device=device)
     return data, torch.zeros(vectors, blocks, device=device)
@@ -31,8 +37,8 @@ def allocate_packed(vectors: int, columns: int, device: torch.device) -> Packed:
 def pair(values, largest):
     """High and low byte (int32) of float32 values, and their scale: value = (256 * high + low) * scale.
 
-    largest: int32, the bits of the greatest magnitude of each value's group. Scaled, it lies in [2^13, 2^14), so that neither
-    byte overflows. Where it is infinite or NaN, so is the whole group: its scale is NaN.
+    largest: int32, the bits of the greatest magnitude of each value's group. Scaled and rounded it is at most 2^14, so that
+    neither byte overflows, and at least 2^13 if it is a normal number. Infinite or NaN, it makes its group's scale NaN.
     """
     exponent = tl.maximum((largest >> 23) - 13, -12)  # of the scale, biased; not above 0 where the scale is subnormal
     is_number, is_small = largest < 0x7F800000, exponent <= 0
@@ -76,4 +82,4 @@ def pack_kernel(x, packed, scales, GROUPS: tl.constexpr, BLOCK_G: tl.constexpr, 
         begin = block + place(k, two_bit)[None, :]
         tl.store(begin, high.to(tl.int8), mask=mask[:, None])
         tl.store(begin + (8 if two_bit else 16), low.to(tl.int8), mask=mask[:, None])
-    tl.store(scales + vector * (GROUPS + 1) + group, tl.max(scale, 1), mask=mask)
+    tl.store(scales + vector * (GROUPS + 1) + group[:, None], scale, mask=mask[:, None])

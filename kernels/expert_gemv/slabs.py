@@ -1,4 +1,4 @@
-"""How a kernel is told where an expert's weights lie and what their bytes mean: addresses, kinds, table rows. Computes nothing.
+"""How a kernel is told where an expert's weights lie and what their bytes mean: addresses, kinds, table rows.
 
 A pick names its slabs by address, not by buffer: slots in VRAM and in pinned host memory, of any plane, are then one case.
 """
@@ -87,10 +87,10 @@ def _rows(values: Tensor) -> Rows:
 
 def _integer_levels(values: Tensor) -> Tensor:
     largest = values.abs().amax(-1)  # NaN where any is
-    exponents = (largest.view(torch.int32) >> 23).clamp(min=19)  # 2^exponent is at most the largest, biased
+    exponents = (largest.view(torch.int32) >> 23).clamp(min=8)  # of the largest, biased; its byte stays above zero's
     is_number = largest < torch.inf
-    scaled = torch.where(is_number[..., None], values * torch.exp2((140 - exponents).float())[..., None], 0.0)
-    integers = ((scaled / 4).round() * 4).int()  # the largest in [2^13, 2^14]
+    scaled = torch.where(is_number[..., None], values.double() * torch.exp2((140 - exponents).double())[..., None], 0.0)
+    integers = ((scaled / 4).round() * 4).int()  # the largest is 2^13 to 2^14
     high = (integers + 128) >> 8
     low = integers - high * 256
     byte = torch.where(is_number, torch.where(largest > 0, exponents - 7, 0), 255)

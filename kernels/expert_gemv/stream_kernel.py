@@ -19,7 +19,7 @@ from kernels.expert_gemv.layouts import numbers_along
 from kernels.swiglu_kernel import clamped_swiglu_in_gluon
 
 FP4, TWO_BIT, SPLIT = (gl.constexpr(kind) for kind in slabs.KINDS)
-MAGNITUDES, BLOCK_BYTES = decode.MAGNITUDES, packing.BLOCK_BYTES
+MAGNITUDES, BLOCK_BYTES, ADDRESS_UNIT = decode.MAGNITUDES, packing.BLOCK_BYTES, gl.constexpr(slabs.ADDRESS_UNIT)
 WAIT, LAUNCH = gl.constexpr("griddepcontrol.wait; // $0"), gl.constexpr("griddepcontrol.launch_dependents; // $0")
 pair, place = gluon.jit(packing.pair.fn), gluon.jit(packing.place.fn)
 
@@ -37,10 +37,9 @@ def _load(pointers, mask, EVEN: gl.constexpr):
 def _codes(plane, first_row, step, plan: gl.constexpr):
     """A step's words [slices, rows, lanes, lane_words] of a plane; zeros past a row's end."""
     ROW: gl.constexpr = plan.groups * plan.words
-    number = (step * plan.slices + numbers_along(0, plan.slices, plan.codes, 4)) * 4 + numbers_along(
-        2, 4, plan.codes, 4
-    )
-    word = number * plan.lane_words + numbers_along(3, plan.lane_words, plan.codes, 4)
+    slices, lanes = numbers_along(0, plan.slices, plan.codes, 4), numbers_along(2, plan.lanes, plan.codes, 4)
+    first_word = ((step * plan.slices + slices) * plan.lanes + lanes) * plan.lane_words
+    word = first_word + numbers_along(3, plan.lane_words, plan.codes, 4)
     row = first_row + numbers_along(1, plan.rows, plan.codes, 4)
     return _load(plane.to(gl.pointer_type(gl.int32)) + (row * ROW + word), (word < ROW) & (row >= 0), plan.even)
 
@@ -70,9 +69,9 @@ def _x_parts(packed, plan: gl.constexpr):
     GROUPS: gl.constexpr = plan.lane_groups
     PAIR: gl.constexpr = 2 * plan.part_bytes
     row = numbers_along(0, plan.room * GROUPS * plan.parts, plan.x_board, 2)
-    column = numbers_along(1, plan.slices * 4 * PAIR, plan.x_board, 2)
+    column = numbers_along(1, plan.slices * plan.lanes * PAIR, plan.x_board, 2)
     lane, step = column // PAIR, row // (GROUPS * plan.parts)
-    group = (step * (plan.slices * 4) + lane) * GROUPS + row // plan.parts % GROUPS
+    group = (step * (plan.slices * plan.lanes) + lane) * GROUPS + row // plan.parts % GROUPS
     begin = gl.minimum(group, plan.groups) * BLOCK_BYTES + (0 if plan.kind == FP4 else 64)
     return gl.load(packed + (begin + row % plan.parts * PAIR + column % PAIR))
 
@@ -83,7 +82,7 @@ def _x_scales(scales, plan: gl.constexpr):
     GROUPS: gl.constexpr = plan.lane_groups
     row = numbers_along(0, plan.room * GROUPS, plan.scale_board, 2)
     group = (
-        row // GROUPS * (plan.slices * 4) + numbers_along(1, plan.slices * 4, plan.scale_board, 2)
+        row // GROUPS * (plan.slices * plan.lanes) + numbers_along(1, plan.slices * plan.lanes, plan.scale_board, 2)
     ) * GROUPS + row % GROUPS
     return gl.load(scales + gl.minimum(group, plan.groups)) * (4.0 if plan.kind == TWO_BIT else 0.5)
 
@@ -105,7 +104,9 @@ def _words_of(codes, plan: gl.constexpr):
     if plan.lane_groups == 1:
         groups = (codes,)
     else:
-        first, second = gl.split(codes.reshape([plan.slices, plan.rows, 4, 2, plan.words]).permute([0, 1, 2, 4, 3]))
+        first, second = gl.split(
+            codes.reshape([plan.slices, plan.rows, plan.lanes, 2, plan.words]).permute([0, 1, 2, 4, 3])
+        )
         first = gl.convert_layout(first, plan.group_codes, assert_trivial=True)
         groups = (first, gl.convert_layout(second, plan.group_codes, assert_trivial=True))
     return groups
@@ -115,7 +116,7 @@ def _words_of(codes, plan: gl.constexpr):
 def _bytes_of(numbers, plan: gl.constexpr):
     """A lane's bytes [slices, rows, lanes, lane_groups], as `_words_of`."""
     if plan.lane_groups == 1:
-        single = numbers.reshape([plan.slices, plan.rows, 4])
+        single = numbers.reshape([plan.slices, plan.rows, plan.lanes])
         groups = (gl.convert_layout(single, plan.row_groups, assert_trivial=True),)
     else:
         first, second = gl.split(numbers)
@@ -133,12 +134,12 @@ def _step(totals, codes, step, boards, table, magnitudes, plan: gl.constexpr):
     for plane in gl.static_range(len(codes)):
         words += (_words_of(codes[plane], plan),)
     for matrix in gl.static_range(MATRICES):
-        board = boards[2 + matrix].index(step).reshape([plan.rows, plan.slices, 4, plan.lane_groups])
+        board = boards[2 + matrix].index(step).reshape([plan.rows, plan.slices, plan.lanes, plan.lane_groups])
         numbers += (_bytes_of(board.permute([1, 0, 2, 3]).load(plan.lane_bytes), plan),)
     for group in gl.static_range(plan.lane_groups):
         number, added = step * plan.lane_groups + group, ()
         columns = columns_of(boards[0], number * plan.parts, plan)
-        x_scale = boards[1].index(number).reshape([plan.slices, 4]).load(plan.column_groups).expand_dims(1)
+        x_scale = boards[1].index(number).reshape([plan.slices, plan.lanes]).load(plan.column_groups).expand_dims(1)
         for matrix in gl.static_range(MATRICES):
             base, residual = words[matrix * PLANES][group], words[matrix * PLANES + PLANES - 1][group]
             row = numbers[matrix][group].to(gl.int32)
@@ -163,7 +164,7 @@ def _products(slab, residual, packed, scales, tables, first_row, plan: gl.conste
         if plan.kind == SPLIT:
             planes += (gl.multiple_of((residual + matrix * BYTES).to(gl.pointer_type(gl.uint8)), 16),)
     PLANES: gl.constexpr = len(planes) // MATRICES
-    codes = _fetch(planes, first_row, 0, plan)
+    codes = _fetch(planes, first_row, 0, plan)  # before the wait: nothing that a kernel of this call writes
     numbers = ()
     for matrix in gl.static_range(MATRICES):
         numbers += (_bytes(planes[matrix * PLANES] + BYTES, first_row, plan),)
@@ -174,12 +175,11 @@ def _products(slab, residual, packed, scales, tables, first_row, plan: gl.conste
     boards = (_shared(parts), _shared(x_scales))
     for matrix in gl.static_range(MATRICES):
         boards += (_shared(numbers[matrix]),)
-        totals += (gl.zeros([plan.slices, plan.rows, 4], gl.float32, layout=plan.row_groups),)
-    # Read where zeros lie: a constant would be moved to a register anew for each permute.
-    zeros = (
-        packed.to(gl.pointer_type(gl.int32)) + plan.groups * (BLOCK_BYTES // 4) + numbers_along(2, 4, plan.decoded, 5)
-    )
-    magnitudes = gl.load(zeros) | MAGNITUDES
+        totals += (gl.zeros([plan.slices, plan.rows, plan.lanes], gl.float32, layout=plan.row_groups),)
+    magnitudes = MAGNITUDES
+    if plan.kind == FP4:  # read where zeros lie: a constant would be moved to a register anew for each permute
+        zeros = packed.to(gl.pointer_type(gl.int32)) + plan.groups * (BLOCK_BYTES // 4)
+        magnitudes = gl.load(zeros + numbers_along(2, plan.lanes, plan.decoded, 5)) | MAGNITUDES
     table = tables[1 if plan.kind == SPLIT else 0] + FIRST * 256
     for step in range(0, plan.steps - 1):
         ahead = _fetch(planes, first_row, step + 1, plan)
@@ -219,7 +219,7 @@ def stream_kernel(
     pick, block = gl.program_id(1), gl.program_id(0)
     first_row, kind = block * FP4_PLAN.rows, gl.load(kinds + pick)
     vector = (pick if vectors is None else gl.load(vectors + pick)).to(gl.int64)
-    slab, residual = gl.load(slabs + pick * 2) * 16, gl.load(slabs + pick * 2 + 1) * 16
+    slab, residual = gl.load(slabs + pick * 2) * ADDRESS_UNIT, gl.load(slabs + pick * 2 + 1) * ADDRESS_UNIT
     x, x_scales = packed + vector * ((FP4_PLAN.groups + 1) * BLOCK_BYTES), scales + vector * (FP4_PLAN.groups + 1)
     tables = (levels, split_selectors)
     gate = gl.zeros([FP4_PLAN.rows], gl.float32, layout=FP4_PLAN.outputs)
@@ -232,7 +232,7 @@ def stream_kernel(
         gate, up = _products(slab, residual, x, x_scales, tables, first_row, SPLIT_PLAN, CHAINED)
     elif CHAINED:
         gl.inline_asm_elementwise(WAIT, "=r", [], gl.int32, is_pure=False, pack=1)
-    if kind >= 0:
+    if (kind >= FP4) & (kind <= SPLIT):
         if FP4_PLAN.up:
             gate *= gl.load(normalisers + pick * 3)
             up *= gl.load(normalisers + pick * 3 + 1)

@@ -8,10 +8,10 @@ from on_a_card import check_case
 from torch import Tensor
 
 from kernels.cases import ONE_ROUNDING, Case, relative_rms
-from kernels.expert_gemv import CONFIGS, add_picks, expert_gemv, launch, launch_add
+from kernels.expert_gemv import CONFIGS, Workspace, add_picks, expert_gemv, launch, launch_add
 from kernels.expert_gemv.cases import Inputs, cases, make, reference, run
 from kernels.expert_gemv.reference import add_picks_reference
-from kernels.expert_gemv.slabs import SKIP, split_rows
+from kernels.expert_gemv.slabs import SKIP, quad2_rows, split_rows
 from kernels.formats import PLANES, split_slab
 from kernels.split import SplitTable, merge_split
 
@@ -45,7 +45,12 @@ def small(
 
 @pytest.mark.parametrize(
     ("formats", "hidden", "width"),
-    [*((formats, 96, 160) for formats in ONE_CODE), (("fp4", "quad2"), 64, 32), (("split",), 1120, 32)],
+    [
+        *((formats, 96, 160) for formats in ONE_CODE),
+        (("fp4", "quad2"), 64, 32),
+        (("split",), 1120, 32),
+        (("quad2",), 1056, 32),
+    ],
 )
 def test_equals_the_definition(formats: tuple[str, ...], hidden: int, width: int) -> None:
     inputs = small(1, "cpu", formats, hidden, width)
@@ -92,17 +97,31 @@ def test_one_group_far_larger_than_the_others(device: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_rows_of_a_table_far_below_its_largest(device: str) -> None:
+def test_a_row_that_no_group_names_does_not_matter(device: str) -> None:
+    """Past a row's end the kernels read row 0, as if of weights."""
+    inputs = small(4, device, ("quad2",), 96, 64)
+    for matrix in split_slab(inputs.slabs[0]["quad2"], PLANES["quad2"], 96, 64):
+        assert matrix.scales is not None
+        matrix.scales.clamp_(min=1)
+    expected = compute(inputs)
+    inputs.levels[:, 0] = torch.nan
+    inputs.rows = quad2_rows(inputs.levels)
+    assert torch.equal(compute(inputs), expected)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("exponent", [60, 9])
+def test_rows_of_a_table_far_below_its_largest(exponent: int, device: str) -> None:
     """A matrix made of small rows alone keeps its precision, whatever other rows the table has."""
     inputs = small(4, device, ("base",), 96, 64)
     for table in inputs.tables:
-        table.exponents[:200] = 60
+        table.exponents[:200] = exponent
     for matrix in split_slab(inputs.slabs[0]["base"], PLANES["base"], 96, 64):
         assert matrix.scales is not None
         matrix.scales.remainder_(200)
     inputs.rows = split_rows(inputs.tables)  # type: ignore[arg-type]
-    inputs.x.mul_(2.0**60)
-    inputs.picks.weights.mul_(2.0**60)
+    inputs.x.mul_(2.0 ** (120 - exponent))
+    inputs.picks.weights.mul_(2.0 ** (120 - exponent))
     assert relative_rms(compute(inputs), reference(inputs)) <= ONE_ROUNDING
 
 
@@ -190,7 +209,7 @@ def test_the_sum_is_in_rank_order() -> None:
         ({"out": torch.zeros(2, 64, dtype=torch.bfloat16)}, "out: got torch.bfloat16"),
         ({"out": torch.zeros(64)}, "expected .T, D. of 16- or 32-bit floats"),
         ({"x": torch.zeros(1, 64, dtype=torch.float64)}, "torch.float64"),
-        ({"x": torch.zeros(1, 48)}, "multiples of 32"),
+        ({"x": torch.zeros(1, 48)}, "multiple of 32"),
         ({"x": torch.zeros(5, 64)}, "5 tokens"),
         ({"x": torch.zeros(1, 128)[:, ::2]}, "x: got strides"),
         ({"slabs": torch.zeros(2, 2, dtype=torch.int64).T}, "slabs: got strides"),
@@ -212,6 +231,11 @@ def test_a_sum_of_what_does_not_fit_is_refused() -> None:
     for bad in (picks[0], picks[:, :0], picks.transpose(1, 2), picks.double()):
         with pytest.raises(ValueError, match="add_picks: "):
             add_picks(bad, shared, torch.empty(1, 8))
+
+
+def test_an_expert_that_is_no_whole_groups_is_refused() -> None:
+    with pytest.raises(ValueError, match="vectors of 48, expected a multiple of 32"):
+        Workspace.allocate(1, 1, 64, 48, CPU)
 
 
 def test_a_damaged_table_is_refused() -> None:
