@@ -151,7 +151,9 @@ def _step(totals, codes, step, boards, table, magnitudes, plan: gl.constexpr):
 
 
 @gluon.jit
-def _products(slab, residual, packed, scales, tables, first_row, plan: gl.constexpr, CHAINED: gl.constexpr):
+def _products(
+    slab, residual, packed, scales, tables, first_row, plan: gl.constexpr, CHAINED: gl.constexpr, EARLY: gl.constexpr
+):
     """A program's rows of each matrix times x: float32 [rows] twice, the same tensor where there is one matrix."""
     MATRICES: gl.constexpr = 2 if plan.up else 1
     FIRST: gl.constexpr = 0 if plan.up else 2
@@ -169,8 +171,11 @@ def _products(slab, residual, packed, scales, tables, first_row, plan: gl.conste
     for matrix in gl.static_range(MATRICES):
         numbers += (_bytes(planes[matrix * PLANES] + BYTES, first_row, plan),)
     if CHAINED:
-        gl.inline_asm_elementwise(LAUNCH, "=r", [], gl.int32, is_pure=False, pack=1)
+        if EARLY:
+            gl.inline_asm_elementwise(LAUNCH, "=r", [], gl.int32, is_pure=False, pack=1)
         gl.inline_asm_elementwise(WAIT, "=r", [], gl.int32, is_pure=False, pack=1)
+        if not EARLY:
+            gl.inline_asm_elementwise(LAUNCH, "=r", [], gl.int32, is_pure=False, pack=1)
     parts, x_scales = _x_parts(packed, plan), _x_scales(scales, plan)
     boards = (_shared(parts), _shared(x_scales))
     for matrix in gl.static_range(MATRICES):
@@ -211,6 +216,7 @@ def _store_packed(hidden, block, scale_at, plan: gl.constexpr):
 def stream_kernel(
     packed, scales, slabs, kinds, vectors, weights, normalisers, levels, split_selectors, out, out_scales, limit,
     FP4_PLAN: gl.constexpr, TWO_BIT_PLAN: gl.constexpr, SPLIT_PLAN: gl.constexpr, CHAINED: gl.constexpr,
+    EARLY: gl.constexpr,
 ):  # fmt: skip
     """Half of an expert for every pick: up, silu(min(w1·x, limit)) * clamp(w3·x, ±limit) as `packing` has it; else weight * w2·x.
 
@@ -225,11 +231,11 @@ def stream_kernel(
     gate = gl.zeros([FP4_PLAN.rows], gl.float32, layout=FP4_PLAN.outputs)
     up = gate
     if kind == FP4:
-        gate, up = _products(slab, residual, x, x_scales, tables, first_row, FP4_PLAN, CHAINED)
+        gate, up = _products(slab, residual, x, x_scales, tables, first_row, FP4_PLAN, CHAINED, EARLY)
     elif kind == TWO_BIT:
-        gate, up = _products(slab, residual, x, x_scales, tables, first_row, TWO_BIT_PLAN, CHAINED)
+        gate, up = _products(slab, residual, x, x_scales, tables, first_row, TWO_BIT_PLAN, CHAINED, EARLY)
     elif kind == SPLIT:
-        gate, up = _products(slab, residual, x, x_scales, tables, first_row, SPLIT_PLAN, CHAINED)
+        gate, up = _products(slab, residual, x, x_scales, tables, first_row, SPLIT_PLAN, CHAINED, EARLY)
     elif CHAINED:
         gl.inline_asm_elementwise(WAIT, "=r", [], gl.int32, is_pure=False, pack=1)
     if (kind >= FP4) & (kind <= SPLIT):
