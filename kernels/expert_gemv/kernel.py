@@ -75,7 +75,7 @@ def _products(
                 dots = tl.sum(values * (high * 256 + low), 3)
                 scale = (((second >> 16) << 16) | 1).to(tl.float32, bitcast=True)
                 unit = 0.5
-            factor = tl.where(x_scale == 0, 0.0, scale * (x_scale * unit))  # past a row's end no byte is one
+            factor = tl.where(x_scale == 0, 0.0, scale * (x_scale * unit))  # past a row's end there is no byte
             total += dots.to(tl.float32) * factor
     return tl.sum(tl.sum(total, 2), 0)
 
