@@ -19,6 +19,7 @@ from kernels.timing import CACHE_BYTES, graph_us
 
 Config = dict[str, int]  # constexpr sizes by name, and num_warps, num_stages
 SHIPPED = Path(__file__).parent / "tuned"
+_asked: set[str] = set()  # names that this process has asked for
 
 
 def choose(
@@ -40,6 +41,7 @@ def choose(
     if device.type == "cpu":
         return candidates[0]
     name, card = f"{op}/{key}", card_name(device)
+    _asked.add(name)
     for table in (_shipped(card), _own(card)):
         if table.get(name) in candidates:
             return table[name]
@@ -57,10 +59,10 @@ def user_directory() -> Path:
 
 
 def ship(device: torch.device) -> Path:
-    """Writes what was chosen on this card to its table in the repository, over what that had; its path."""
+    """Writes what this process asked for and this card chose to its table in the repository, over what that had; its path."""
     card = card_name(device)
     path = SHIPPED / f"{card}.json"
-    write_table(path, _shipped(card) | _own(card))
+    write_table(path, _shipped(card) | {name: config for name, config in _own(card).items() if name in _asked})
     return path
 
 

@@ -48,11 +48,15 @@ class Workspace:
 
     @classmethod
     def allocate(cls, tokens: int, picks: int, hidden: int, width: int, device: torch.device) -> Workspace:
-        """For calls of up to so many tokens and picks of experts with D = hidden and F = width."""
+        """For calls of up to so many tokens and picks of experts with D = hidden and F = width.
+
+        Raises:
+            ValueError: D or F is no multiple of 32.
+        """
         return cls(allocate_packed(tokens, hidden, device), allocate_packed(picks, width, device))
 
     @property
-    def room(self) -> tuple[int, int, int, int]:
+    def sizes(self) -> tuple[int, int, int, int]:
         """Tokens, picks, D and F."""
         (tokens, x_blocks, _), (picks, hidden_blocks, _) = self.x[0].shape, self.hidden[0].shape
         return tokens, picks, (x_blocks - 1) * GROUP_SIZE, (hidden_blocks - 1) * GROUP_SIZE
@@ -78,8 +82,9 @@ def expert_gemv(x: Tensor, picks: Picks, rows: Rows, limit: float, workspace: Wo
     _check(x, picks, rows, workspace, out)
     if not out.shape[0]:
         return out
-    if x.device.type != "cuda":
-        raise ValueError(f"expert_gemv: x on {x.device}, expected a CUDA device; use kernels.expert.expert_ffn there")
+    if x.device.type != "cuda" or torch.cuda.get_device_capability(x.device) < (8, 0):
+        expected = "a CUDA device of compute capability 8.0 or later"
+        raise ValueError(f"expert_gemv: x on {x.device}, expected {expected}; use kernels.expert.expert_ffn there")
     return launch(x, picks, rows, limit, workspace, out)
 
 
@@ -87,7 +92,7 @@ def launch(
     x: Tensor, picks: Picks, rows: Rows, limit: float, workspace: Workspace, out: Tensor, *, portable: bool = False
 ) -> Tensor:
     """`expert_gemv` unchecked; portable: by the kernel that the interpreter can run."""
-    num_picks, (_, _, hidden, width) = out.shape[0], workspace.room
+    num_picks, (_, _, hidden, width) = out.shape[0], workspace.sizes
     groups = hidden // GROUP_SIZE
     # Starts when all before it has ended: the next kernels read picks, tables and weights before they wait for this one.
     chained = not portable and is_chainable(x.device)
@@ -110,7 +115,7 @@ def launch(
         gate_up(first)
         down(second)
 
-    # Timed together: each has to be fast next to the other.
+    # Timed together, since each has to be fast next to the other, on the kinds of the first call of this size.
     key, firsts, seconds = (
         f"{hidden}x{width} p{next_power_of_2(num_picks)}",
         _candidates(GROUP_SIZE),
@@ -177,11 +182,11 @@ def _check(x: Tensor, picks: Picks, rows: Rows, workspace: Workspace, out: Tenso
             f"expert_gemv: x {list(x.shape)} {x.dtype} and out {list(out.shape)}, expected [T, D] of 16- or 32-bit floats and [P, D]"
         )
     (num_tokens, hidden), num_picks = x.shape, out.shape[0]
-    tokens, room, columns, width = workspace.room
+    most_tokens, most_picks, columns, _ = workspace.sizes
     if hidden % GROUP_SIZE:
         raise ValueError(f"expert_gemv: D {hidden}, expected a multiple of {GROUP_SIZE}; pad the expert")
-    if num_tokens > tokens or num_picks > room or columns != hidden:
-        held = f"at most {tokens} and {room} with D {columns}"
+    if num_tokens > most_tokens or num_picks > most_picks or columns != hidden:
+        held = f"at most {most_tokens} and {most_picks} with D {columns}"
         raise ValueError(
             f"expert_gemv: {num_tokens} tokens and {num_picks} picks with D {hidden}, expected {held}; allocate a workspace for these"
         )
@@ -194,4 +199,6 @@ def _check(x: Tensor, picks: Picks, rows: Rows, workspace: Workspace, out: Tenso
     expect("expert_gemv", "normalisers", picks.normalisers, (num_picks, 3), FLOAT32, x.device)
     expect("expert_gemv", "levels", rows.levels, (3, 256), (torch.int64,), x.device)
     expect("expert_gemv", "split_selectors", rows.split_selectors, (3, 256), (torch.int64,), x.device)
-    expect("expert_gemv", "workspace", workspace.hidden[1], (room, width // GROUP_SIZE + 1), FLOAT32, x.device)
+    for name, (blocks, scales), count in (("x", workspace.x, most_tokens), ("hidden", workspace.hidden, most_picks)):
+        expect("expert_gemv", f"workspace.{name} blocks", blocks, (count, "B", 128), (torch.int8,), x.device)
+        expect("expert_gemv", f"workspace.{name} scales", scales, blocks.shape[:2], FLOAT32, x.device)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kernels.cases import TWO_ROUNDINGS, Case
+from kernels.cases import ONE_ROUNDING, Case
 from kernels.expert_gemv import Workspace, add_picks, expert_gemv
 from kernels.expert_gemv.reference import Matrices, add_picks_reference, expert_gemv_reference
 from kernels.expert_gemv.slabs import ADDRESS_UNIT, FP4, SPLIT, TWO_BIT, Picks, Rows, int2_rows, quad2_rows, split_rows
@@ -17,6 +17,9 @@ from kernels.formats import PLANES, Matrix, dequantize_fp4, dequantize_int2, deq
 from kernels.split import SplitTable, dequantize_base, dequantize_split
 
 HIDDEN, WIDTH, LIMIT = 4096, 2048, 10.0  # V4-Flash
+ACTIVATIONS = 3e-4  # relative RMS error of 14 bits under the largest of 32 Gaussian values, twice: 1.0e-4 seen
+LEVELS = 1e-3  # with a 2-bit row's levels of 14 bits, and without the product of low bytes: 4.8e-4 seen
+EXACT = ("fp4", "int2", "split")  # whose values are whole numbers of few bits
 PLANES_OF = {"fp4": ("fp4",), "int2": ("int2",), "quad2": ("quad2",), "base": ("base",), "split": ("base", "residual")}
 KIND_OF = {"fp4": FP4, "int2": TWO_BIT, "quad2": TWO_BIT, "base": TWO_BIT, "split": SPLIT}
 
@@ -45,7 +48,7 @@ class Inputs:
         return [self._matrices(pick) for pick in range(len(self.formats))]
 
     def _matrices(self, pick: int) -> Matrices:
-        *_, hidden, width = self.workspace.room
+        *_, hidden, width = self.workspace.sizes
         slabs = {name: slab.to(self.x.device) for name, slab in self.slabs[pick].items()}
         parts = {name: split_slab(slab, PLANES[name], hidden, width) for name, slab in slabs.items()}
         w1, w3, w2 = (
@@ -141,7 +144,8 @@ def _case(name: str, formats: tuple[str, ...], *, tokens: tuple[int, ...] | None
     library = ("torch bf16 matmul", _bfloat16_library()) if name in ("fp4 6 picks", "quad2 6 picks") else None
     if pinned:
         library = ("copy to the card, then compute", _copy_first())
-    return Case("expert_gemv", name, make_case, run, reference, read_bytes, TWO_ROUNDINGS, library)
+    tolerance = ACTIVATIONS if set(formats) <= set(EXACT) else LEVELS
+    return Case("expert_gemv", name, make_case, run, reference, read_bytes, tolerance, library)
 
 
 def _bfloat16_library() -> Callable[[Inputs], Tensor]:
@@ -203,7 +207,7 @@ def _add_case() -> Case:
         run=lambda inputs: add_picks(*inputs),
         reference=lambda inputs: add_picks_reference(inputs.picks, inputs.shared, torch.float32),
         read_bytes=(6 * 4 + 2) * HIDDEN,
-        tolerance=TWO_ROUNDINGS / 2,
+        tolerance=ONE_ROUNDING,
     )
 
 

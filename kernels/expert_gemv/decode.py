@@ -76,7 +76,7 @@ TWO_BIT_PTX = _asm(
     "low, even, odd, even_high, odd_high",
 )
 
-# $8 a word of sixteen base codes, $12 the residual's, $16, $20, $24 the magnitudes of cells 1 to 3; no value of cells 0 and 1 is
+# $8 a word of sixteen base codes, $12 the residual's (cell 0 has the magnitudes of the four lowest values), $16, $20, $24 the magnitudes of cells 1 to 3; no value of cells 0 and 1 is
 # above zero and none of 2 and 3 below. Out: positive values, then negative ones'.
 SPLIT_PTX = _asm(
     [
@@ -91,7 +91,7 @@ SPLIT_PTX = _asm(
     "low, even, odd, even_high, odd_high",
 )
 
-# $3 and $4 a row of `Rows.split_selectors`. Out: magnitudes of cells 1 to 3.
+# $3 and $4 a row of `Rows.split_selectors`. Out: magnitudes of cells 1 to 3, from the first or the second of five values on.
 CELLS_PTX = _asm(
     [
         "prmt.b32 $0, 0x01020304, 0, $3;",

@@ -1,4 +1,4 @@
-"""Activations as integers: 15 bits in two signed bytes under one power of two a group of 32, in the order tensor cores take them.
+"""Activations as integers: 14 bits and a sign in two signed bytes under one power of two a group of 32, in the order tensor cores take them.
 
 A group's block of 128 bytes holds both bytes of each value twice: first in the order in which FP4 codes are decoded, then in that
 of 2-bit codes (`place`). A vector ends with one block of zeros more than it has groups, for whoever reads past its end.

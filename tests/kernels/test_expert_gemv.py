@@ -1,4 +1,4 @@
-"""The grouped expert GEMV against its definition: interpreted here in plain Triton, compiled with inline assembly on a card."""
+"""The grouped expert GEMV against its definition: its plain twin interpreted here, tensor cores on a card."""
 
 from __future__ import annotations
 
@@ -7,19 +7,17 @@ import torch
 from on_a_card import check_case
 from torch import Tensor
 
-from kernels.cases import ONE_ROUNDING, Case, relative_rms
+from kernels.cases import Case, relative_rms
 from kernels.expert_gemv import CONFIGS, Workspace, add_picks, expert_gemv, launch, launch_add
-from kernels.expert_gemv.cases import Inputs, cases, make, reference, run
+from kernels.expert_gemv.cases import LEVELS, Inputs, cases, make, reference, run
 from kernels.expert_gemv.reference import add_picks_reference
 from kernels.expert_gemv.slabs import SKIP, quad2_rows, split_rows
 from kernels.formats import PLANES, split_slab
-from kernels.split import SplitTable, merge_split
+from kernels.split import merge_split
 
 CPU = torch.device("cpu")
 CUDA = torch.device("cuda")
 ONE_CODE = [("fp4", "quad2"), ("int2", "fp4"), ("split", "base")]
-
-
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
@@ -54,7 +52,7 @@ def small(
 )
 def test_equals_the_definition(formats: tuple[str, ...], hidden: int, width: int) -> None:
     inputs = small(1, "cpu", formats, hidden, width)
-    assert relative_rms(compute(inputs), reference(inputs)) <= ONE_ROUNDING
+    assert relative_rms(compute(inputs), reference(inputs)) <= LEVELS
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -72,7 +70,7 @@ def test_activations_of_any_scale(scale: float, device: str) -> None:
     inputs = small(3, device, ("fp4", "quad2"))
     inputs.x.mul_(scale)
     inputs.limit = 10.0 * max(scale, 1.0)  # else all is clamped
-    assert relative_rms(compute(inputs), reference(inputs)) <= ONE_ROUNDING
+    assert relative_rms(compute(inputs), reference(inputs)) <= LEVELS
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -85,7 +83,7 @@ def test_weights_of_any_scale(byte: int, scale: float, device: str) -> None:
     w1.scales.fill_(byte)
     w3.scales.fill_(byte)
     inputs.x.mul_(scale)
-    assert relative_rms(compute(inputs), reference(inputs)) <= ONE_ROUNDING
+    assert relative_rms(compute(inputs), reference(inputs)) <= LEVELS
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -93,7 +91,7 @@ def test_one_group_far_larger_than_the_others(device: str) -> None:
     inputs = small(4, device, ("fp4", "quad2"), 128, 64)
     inputs.x[:, 32:64] *= 2.0**-24
     inputs.x[:, 64:96] = 0.0
-    assert relative_rms(compute(inputs), reference(inputs)) <= ONE_ROUNDING
+    assert relative_rms(compute(inputs), reference(inputs)) <= LEVELS
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -122,7 +120,7 @@ def test_rows_of_a_table_far_below_its_largest(exponent: int, device: str) -> No
     inputs.rows = split_rows(inputs.tables)  # type: ignore[arg-type]
     inputs.x.mul_(2.0 ** (120 - exponent))
     inputs.picks.weights.mul_(2.0 ** (120 - exponent))
-    assert relative_rms(compute(inputs), reference(inputs)) <= ONE_ROUNDING
+    assert relative_rms(compute(inputs), reference(inputs)) <= LEVELS
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -131,7 +129,7 @@ def test_the_clamp_bites_on_both_sides(device: str) -> None:
     unclamped = reference(inputs)
     inputs.limit = 0.25
     result = compute(inputs)
-    assert relative_rms(result, reference(inputs)) <= ONE_ROUNDING
+    assert relative_rms(result, reference(inputs)) <= LEVELS
     assert relative_rms(result, unclamped) > 0.1
 
 
@@ -169,7 +167,7 @@ def test_damage_of_one_per_cent_is_seen(name: str, device: str) -> None:
     else:
         slab = inputs.slabs[0]["fp4"]
         slab[: slab.numel() // 100].bitwise_xor_(0x77)
-    assert relative_rms(compute(inputs), expected) > ONE_ROUNDING
+    assert relative_rms(compute(inputs), expected) > LEVELS
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -191,7 +189,7 @@ def test_a_skipped_pick_keeps_its_row(device: str) -> None:
     expected = reference(inputs)
     inputs.picks.kinds[0] = SKIP
     out = compute(inputs)
-    assert out[0].isnan().all() and relative_rms(out[1], expected[1]) <= ONE_ROUNDING
+    assert out[0].isnan().all() and relative_rms(out[1], expected[1]) <= LEVELS
 
 
 def test_the_sum_is_in_rank_order() -> None:
@@ -238,14 +236,6 @@ def test_an_expert_that_is_no_whole_groups_is_refused() -> None:
         Workspace.allocate(1, 1, 64, 48, CPU)
 
 
-def test_a_damaged_table_is_refused() -> None:
-    table = SplitTable(
-        torch.full((256,), 255, dtype=torch.uint8), torch.zeros(256, dtype=torch.uint8), torch.zeros(256, 4).half()
-    )
-    with pytest.raises(ValueError, match="exponent byte 255"):
-        split_rows((table, table, table))
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", cases(), ids=lambda case: case.name)
 def test_cases(case: Case) -> None:
@@ -260,7 +250,7 @@ def test_tensor_cores_equal_plain_triton(formats: tuple[str, ...], hidden: int, 
     inputs = make(11, CUDA, formats, hidden=hidden, width=width)
     call = (inputs.x, inputs.picks, inputs.rows, inputs.limit, inputs.workspace, inputs.out)
     fast = run(inputs).clone()
-    assert relative_rms(fast, reference(inputs)) <= ONE_ROUNDING
+    assert relative_rms(fast, reference(inputs)) <= LEVELS
     assert relative_rms(fast, launch(*call, portable=True)) <= 1e-5
     column = hidden - 3  # with one activation of 1 and the others 0 no sum rounds: w1 and w3 come out bit for bit
     inputs.x.zero_()[0, column] = 1.0
@@ -294,7 +284,7 @@ def test_a_slot_beyond_two_gib() -> None:
 
 def _as_fp4(inputs: Inputs) -> Tensor:
     """The fp4 slab that the pick's base and residual are."""
-    *_, hidden, width = inputs.workspace.room
+    *_, hidden, width = inputs.workspace.sizes
     slab = torch.zeros(PLANES["fp4"].slab_bytes(hidden, width), dtype=torch.uint8, device=inputs.x.device)
     parts = (split_slab(inputs.slabs[0][name], PLANES[name], hidden, width) for name in ("base", "residual"))
     for target, base, residual, table in zip(

@@ -41,6 +41,14 @@ def test_levels_keep_fourteen_bits_and_their_zeros() -> None:
     assert (values[:3] - levels[:3].half().double()).abs().amax(-1).le(levels[:3].abs().amax(-1) * 2.0**-12).all()
 
 
+def test_a_damaged_table_is_refused() -> None:
+    table = SplitTable(
+        torch.full((256,), 255, dtype=torch.uint8), torch.zeros(256, dtype=torch.uint8), torch.zeros(256, 4).half()
+    )
+    with pytest.raises(ValueError, match="exponent byte 255"):
+        split_rows((table, table, table))
+
+
 @pytest.mark.parametrize("scale", [2.0**-122, 2.0**-113, 2.0**-20, 1.0, 2.0**100])
 def test_two_bytes_keep_fourteen_bits_of_the_largest(scale: float) -> None:
     x = torch.randn(3, 160, generator=torch.Generator().manual_seed(0)) * scale

@@ -30,6 +30,7 @@ def forget() -> None:
     """As in a new process."""
     tuning._shipped.cache_clear()
     tuning._own.cache_clear()
+    tuning._asked.clear()
 
 
 def chosen(*candidates: Config, key: str = "shape") -> Config:
@@ -66,8 +67,9 @@ def test_what_another_process_kept_stays(tmp_path: Path) -> None:
     assert set(read_table(tmp_path / "user" / "card.json")) == {"op/other", "op/third"}
 
 
-def test_ship_writes_what_this_card_chose(tmp_path: Path) -> None:
+def test_ship_writes_what_this_process_asked_for(tmp_path: Path) -> None:
     write_table(tmp_path / "shipped" / "card.json", {"op/old": SMALL})
+    write_table(tmp_path / "user" / "card.json", {"op/of a test": SMALL})
     chosen(SMALL, LARGE)
     assert read_table(ship(CARD)) == {"op/old": SMALL, "op/shape": LARGE}
 

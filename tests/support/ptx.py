@@ -66,7 +66,6 @@ def _prmt(a: int, b: int, selector: int) -> int:
 OPERATIONS = {
     "mov.b32": lambda a: a,
     "shl.b32": lambda a, n: a << n & WORD,
-    "shr.b32": lambda a, n: a >> n,
     "and.b32": lambda a, b: a & b,
     "shr.u32": lambda a, n: a >> n,
     "or.b32": lambda a, b: a | b,
