@@ -140,7 +140,9 @@ def _run(
         expert_kernel[grid](*arguments, *plans)
     else:
         options = {name: config[name] for name in ("maxnreg", "num_warps")}
-        stream_kernel[grid](*arguments, *plans, chained, config["early"] == 1, **options, launch_pdl=chained)
+        stream_kernel[grid](
+            *arguments, *plans, chained, chained and config["early"] == 1, **options, launch_pdl=chained
+        )
 
 
 def add_picks(picks: Tensor, shared: Tensor, out: Tensor) -> Tensor:
