@@ -98,17 +98,17 @@ def launch(
     chained = not portable and is_chainable(x.device)
     pack_kernel[(-(-groups // 4), x.shape[0])](x, *workspace.x, groups, BLOCK_G=4, CHAINED=chained, num_warps=1)
     tables = (picks.weights, picks.normalisers, rows.levels, rows.split_selectors)
-    named = (picks.slabs, picks.kinds)
+    addressed = (picks.slabs, picks.kinds)
 
     def gate_up(config: Config) -> None:
         plan = Plan(up=True, height=width, groups=groups, slices=SLICES, rows=GROUP_SIZE, warps=config["warps"])
-        arguments = (*workspace.x, *named, picks.tokens, *tables, *workspace.hidden, limit)
+        arguments = (*workspace.x, *addressed, picks.tokens, *tables, *workspace.hidden, limit)
         _run((width // GROUP_SIZE, num_picks), arguments, plan, config, chained, portable)
 
     def down(config: Config) -> None:
         sizes = {"height": hidden, "groups": width // GROUP_SIZE, "rows": config["rows"], "warps": config["warps"]}
         plan = Plan(up=False, slices=SLICES, **sizes)
-        arguments = (*workspace.hidden, *named, None, *tables, out, workspace.hidden[1], limit)
+        arguments = (*workspace.hidden, *addressed, None, *tables, out, workspace.hidden[1], limit)
         _run((hidden // plan.rows, num_picks), arguments, plan, config, chained, portable)
 
     def both(first: Config, second: Config) -> None:
@@ -116,11 +116,8 @@ def launch(
         down(second)
 
     # Timed together, since each has to be fast next to the other, on the kinds of the first call of this size.
-    key, firsts, seconds = (
-        f"{hidden}x{width} p{next_power_of_2(num_picks)}",
-        _candidates(GROUP_SIZE),
-        _candidates(hidden),
-    )
+    key = f"{hidden}x{width} p{next_power_of_2(num_picks)}"
+    firsts, seconds = _candidates(GROUP_SIZE), _candidates(hidden)
     first = choose("expert_gemv", f"gate_up/{key}", firsts, lambda config: both(config, seconds[0]), x.device)
     second = choose("expert_gemv", f"down/{key}", seconds, lambda config: both(first, config), x.device)
     both(first, second)
