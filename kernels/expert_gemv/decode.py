@@ -76,8 +76,8 @@ TWO_BIT_PTX = _asm(
     "low, even, odd, even_high, odd_high",
 )
 
-# $8 a word of sixteen base codes, $12 the residual's (cell 0 has the magnitudes of the four lowest values), $16, $20, $24 the magnitudes of cells 1 to 3; no value of cells 0 and 1 is
-# above zero and none of 2 and 3 below. Out: positive values, then negative ones'.
+# $8 a word of sixteen base codes, $12 the residual's, $16, $20, $24 the magnitudes of cells 1 to 3 (cell 0 has those of the four
+# lowest values); no value of cells 0 and 1 is above zero and none of 2 and 3 below. Out: positive values, then negative ones'.
 SPLIT_PTX = _asm(
     [
         *_even_and_odd("$8", "$12"),

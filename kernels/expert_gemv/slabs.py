@@ -21,9 +21,9 @@ ADDRESS_UNIT = 16  # bytes: addresses are given in these, so that a kernel knows
 class Rows(NamedTuple):
     """The 256 rows of w1, w3 and w2 in one layer, as the kernels read them.
 
-    levels: int64 [3, 256], four levels as integers of 14 bits that fill the upper ones of 16, each row under its own scale: their
-        high bytes in the lower word, their low bytes in the upper one, whose lowest two bits each are two bits of the exponent
-        byte of that scale times 2^6, 255 of a row that is NaN and 0 of one that is zero.
+    levels: int64 [3, 256], four levels as multiples of 4 up to 2^14 under a scale of their row: their high bytes in the lower word,
+        their low bytes in the upper one. The lowest two bits of each of these are two bits of a byte, the exponent of 64 times
+        that scale; 255 in a row that is not finite, 0 in one that is zero.
     bfloat16_levels: int32 [3, 256, 2], the levels as bfloat16: low bytes in one word, high bytes in the next; for GEMM.
     split_selectors: int64 [3, 256], for cells 1, 2 and 3 of base + residual 16 bits each, 0x3210 where the cell of three lies
         below it, else 0x4321; then the row's scale as bfloat16. Zeros where the layer has no base plane.
