@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from kernel_forward import DefinedExperts, GatheredExperts, KernelForward
+from kernel_forward import PRECISIONS, DefinedExperts, GatheredExperts, KernelForward
 from plain_model import PlainModel
 from torch import Tensor
 
@@ -17,8 +17,8 @@ import kernels.fp8_linear as fp8
 import kernels.hyper_connections as hyper
 import kernels.router as routing
 from kernels import dense_layer, norm, tuning
-from kernels.cases import ONE_ROUNDING, relative_rms
-from kernels.expert_gemv.slabs import SKIP
+from kernels.cases import TWO_ROUNDINGS, relative_rms
+from kernels.expert_gemv.cases import LEVELS
 from kernels.formats import Matrix
 from runtime.artifact import ModelDirectory
 from runtime.demo import DEMO_DIRECTORY, prepared_demo
@@ -150,18 +150,17 @@ def test_damage_of_one_per_cent_is_seen(source: ModelDirectory) -> None:
     assert compare(source, 125, 129, damage=True) > 10 * FLOAT32_CHAIN
 
 
-@pytest.mark.slow
 @INTERPRETED
-def test_picks_are_found_by_their_addresses(source: ModelDirectory) -> None:
-    """One pick in the interpreter, the others skipped: the slab, the normalisers and the table rows of the expert asked for."""
-    gathered = GatheredExperts(source, SMALL, "quad2", CPU)
-    gathered.picks.kinds[1:] = SKIP
-    x = torch.randn(1, source.config.hidden_size, generator=torch.Generator().manual_seed(0))
-    chosen = routing.Picks(
-        torch.tensor([[17, 3, 5, 7, 11, 13]]), torch.rand(1, 6, generator=torch.Generator().manual_seed(1))
-    )
-    expected = DefinedExperts(source, SMALL, torch.float32, TWO_BIT)(1, x, chosen)
-    assert relative_rms(gathered(1, x, chosen)[0, 0], expected[0, 0]) <= ONE_ROUNDING
+@pytest.mark.parametrize(("plane", "precision"), PRECISIONS.items())
+def test_experts_are_found_by_their_addresses(source: ModelDirectory, plane: str, precision: str) -> None:
+    """Six picks in the interpreter by either operator: the slabs, normalisers and table rows of the experts asked for."""
+    generator = torch.Generator().manual_seed(0)
+    gathered = GatheredExperts(source, SMALL, plane, CPU)
+    x = torch.randn(1, source.config.hidden_size, generator=generator)
+    chosen = routing.Picks(torch.tensor([[17, 3, 5, 7, 11, 13]]), torch.rand(1, 6, generator=generator))
+    expected = DefinedExperts(source, SMALL, torch.float32, precision)(1, x, chosen)
+    assert relative_rms(gathered(1, x, chosen), expected) <= LEVELS
+    assert relative_rms(gathered.by_gemm(1, x, chosen), expected) <= TWO_ROUNDINGS
 
 
 @pytest.fixture
