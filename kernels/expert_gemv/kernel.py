@@ -11,7 +11,7 @@ import triton.language as tl
 
 from kernels.expert_gemv import slabs as addresses
 from kernels.expert_gemv.decode import fp4_values, split_values, two_bit_values
-from kernels.expert_gemv.packing import BLOCK_BYTES, pair, place
+from kernels.expert_gemv.packing import BLOCK_BYTES, pair, place, store_pair
 from kernels.swiglu_kernel import clamped_swiglu
 
 FP4, TWO_BIT, SPLIT = (tl.constexpr(kind) for kind in addresses.KINDS)
@@ -29,9 +29,10 @@ def _codes(plane, row, group, mask, GROUPS: tl.constexpr, BITS: tl.constexpr):
 @triton.jit
 def _x_bytes(packed, group, mask, TWO_BIT_ORDER: tl.constexpr):
     """High and low bytes [..., 32] of groups of x, int32."""
-    at = packed + group * BLOCK_BYTES + place(tl.arange(0, 32), TWO_BIT_ORDER)[None, None, None, :]
-    low = at + (8 if TWO_BIT_ORDER else 16)
-    return tl.load(at, mask=mask, other=0).to(tl.int32), tl.load(low, mask=mask, other=0).to(tl.int32)
+    high_at, low_at = place(tl.arange(0, 32)[None, None, None, :], TWO_BIT_ORDER)
+    block = packed + group * BLOCK_BYTES
+    high, low = tl.load(block + high_at, mask=mask, other=0), tl.load(block + low_at, mask=mask, other=0)
+    return high.to(tl.int32), low.to(tl.int32)
 
 
 @triton.jit
@@ -56,7 +57,6 @@ def _products(
             if PLAN.kind == FP4:
                 dots = tl.sum(fp4_values(codes) * (high * 256 + low), 3)
                 scale = (byte * 0x00800000 + 1).to(tl.float32, bitcast=True)
-                unit = 0.5
             elif PLAN.kind == TWO_BIT:
                 words = tl.load(levels + MATRIX * 256 + byte)
                 first, second = words.to(tl.int32), (words >> 32).to(tl.int32)
@@ -64,7 +64,6 @@ def _products(
                 dots = tl.sum(high_level * (high * 256 + low) + low_level * high, 3)
                 exponent = (((second & 0x03030303) * 0x00820820) >> 23) & 0xFF
                 scale = ((exponent << 23) | 1).to(tl.float32, bitcast=True)
-                unit = 4.0
             else:
                 words = tl.load(split_selectors + MATRIX * 256 + byte)
                 first, second = words.to(tl.int32), (words >> 32).to(tl.int32)
@@ -74,8 +73,7 @@ def _products(
                 values = split_values(codes, places, first[:, :, :, None], second[:, :, :, None])
                 dots = tl.sum(values * (high * 256 + low), 3)
                 scale = (((second >> 16) << 16) | 1).to(tl.float32, bitcast=True)
-                unit = 0.5
-            factor = tl.where(x_scale == 0, 0.0, scale * (x_scale * unit))  # past a row's end there is no byte
+            factor = tl.where(x_scale == 0, 0.0, scale * (x_scale * PLAN.unit))  # past a row's end there is no byte
             total += dots.to(tl.float32) * factor
     return tl.sum(tl.sum(total, 2), 0)
 
@@ -113,10 +111,7 @@ def _expert(
         largest = tl.max(hidden.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0)
         high, low, scale = pair(hidden, largest)
         at = pick.to(tl.int64) * (PLAN.height // 32 + 1) + block
-        for two_bit in tl.static_range(2):
-            begin = out + at * BLOCK_BYTES + place(tl.arange(0, 32), two_bit)
-            tl.store(begin, high.to(tl.int8))
-            tl.store(begin + (8 if two_bit else 16), low.to(tl.int8))
+        store_pair(out + at * BLOCK_BYTES, tl.arange(0, 32), high, low, None)
         tl.store(out_scales + at, scale)
     else:
         result = _products(slab, residual, x, x_scales, levels, split_selectors, first_row, 2, PLAN)

@@ -1,6 +1,6 @@
 """How half of an expert is cut among programs, warps and lanes of the stream kernel, and which layouts follow from that.
 
-Everything here is computed when a kernel is compiled. A linear layout says, for each bit of the number of a register, a lane or a
+Everything but `numbers_along`, which kernels call, is computed when one is compiled. A linear layout says, for each bit of the number of a register, a lane or a
 warp, which step along the tensor's axes it makes.
 """
 
@@ -83,6 +83,11 @@ class Plan:
     @property
     def part_bytes(self) -> int:
         return 4 * self.words
+
+    @property
+    def unit(self) -> float:
+        """What one of a sum of bytes * x is worth, scales aside: FP4's values are taken twice, levels' scales are of 2^-6."""
+        return 4.0 if self.kind == TWO_BIT else 0.5
 
     @property
     def code_bytes(self) -> int:

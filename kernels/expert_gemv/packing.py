@@ -53,16 +53,27 @@ def pair(values, largest):
 
 @triton.jit
 def place(k, TWO_BIT: tl.constexpr):
-    """Where in its block the high byte of value k of a group lies; the low byte lies 16 bytes on, or 8 for 2-bit codes.
+    """Where in its block the high byte and the low byte of value k of a group lie.
 
     FP4: four codes of half a word are decoded at once, word after word, then those of the other halves. 2-bit: four even codes of
     half a word, those of the other half, then the odd ones.
     """
     if TWO_BIT:
-        offset = 64 + (k % 2 * 2 + k // 8 % 2) * 16 + k // 16 * 4 + k // 2 % 4
+        high = 64 + (k % 2 * 2 + k // 8 % 2) * 16 + k // 16 * 4 + k // 2 % 4
+        low = high + 8
     else:
-        offset = k // 4 % 2 * 32 + k // 8 * 4 + k % 4
-    return offset
+        high = k // 4 % 2 * 32 + k // 8 * 4 + k % 4
+        low = high + 16
+    return high, low
+
+
+@triton.jit
+def store_pair(block, k, high, low, mask):
+    """Both bytes of values k of a group to its block, in both orders."""
+    for two_bit in tl.static_range(2):
+        high_at, low_at = place(k, two_bit)
+        tl.store(block + high_at, high.to(tl.int8), mask=mask)
+        tl.store(block + low_at, low.to(tl.int8), mask=mask)
 
 
 @triton.jit
@@ -78,8 +89,5 @@ def pack_kernel(x, packed, scales, GROUPS: tl.constexpr, BLOCK_G: tl.constexpr, 
     largest = tl.max(values.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1)
     high, low, scale = pair(values, largest[:, None])
     block = packed + (vector * (GROUPS + 1) + group[:, None]) * BLOCK_BYTES
-    for two_bit in tl.static_range(2):
-        begin = block + place(k, two_bit)[None, :]
-        tl.store(begin, high.to(tl.int8), mask=mask[:, None])
-        tl.store(begin + (8 if two_bit else 16), low.to(tl.int8), mask=mask[:, None])
+    store_pair(block, k[None, :], high, low, mask[:, None])
     tl.store(scales + vector * (GROUPS + 1) + group[:, None], scale, mask=mask[:, None])

@@ -21,7 +21,7 @@ from kernels.swiglu_kernel import clamped_swiglu_in_gluon
 FP4, TWO_BIT, SPLIT = (gl.constexpr(kind) for kind in slabs.KINDS)
 MAGNITUDES, BLOCK_BYTES, ADDRESS_UNIT = decode.MAGNITUDES, packing.BLOCK_BYTES, gl.constexpr(slabs.ADDRESS_UNIT)
 WAIT, LAUNCH = gl.constexpr("griddepcontrol.wait; // $0"), gl.constexpr("griddepcontrol.launch_dependents; // $0")
-pair, place = gluon.jit(packing.pair.fn), gluon.jit(packing.place.fn)
+pair, store_pair = gluon.jit(packing.pair.fn), gluon.jit(packing.store_pair.fn)
 
 
 @gluon.jit
@@ -84,7 +84,7 @@ def _x_scales(scales, plan: gl.constexpr):
     group = (
         row // GROUPS * (plan.slices * plan.lanes) + numbers_along(1, plan.slices * plan.lanes, plan.scale_board, 2)
     ) * GROUPS + row % GROUPS
-    return gl.load(scales + gl.minimum(group, plan.groups)) * (4.0 if plan.kind == TWO_BIT else 0.5)
+    return gl.load(scales + gl.minimum(group, plan.groups)) * plan.unit
 
 
 @gluon.jit
@@ -204,11 +204,7 @@ def _store_packed(hidden, block, scale_at, plan: gl.constexpr):
     """One group of 32 values as `packing` has it."""
     largest = gl.max(hidden.to(gl.int32, bitcast=True) & 0x7FFFFFFF, 0)
     high, low, scale = pair(hidden, largest)
-    k = gl.arange(0, 32, layout=plan.outputs)
-    for two_bit in gl.static_range(2):
-        begin = block + place(k, two_bit)
-        gl.store(begin, high.to(gl.int8))
-        gl.store(begin + (8 if two_bit else 16), low.to(gl.int8))
+    store_pair(block, gl.arange(0, 32, layout=plan.outputs), high, low, None)
     gl.store(scale_at, scale)
 
 
