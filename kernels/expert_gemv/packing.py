@@ -89,5 +89,5 @@ def pack_kernel(x, packed, scales, GROUPS: tl.constexpr, BLOCK_G: tl.constexpr, 
     largest = tl.max(values.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1)
     high, low, scale = pair(values, largest[:, None])
     block = packed + (vector * (GROUPS + 1) + group[:, None]) * BLOCK_BYTES
-    store_pair(block, k[None, :], high, low, mask[:, None])
+    store_pair(block, k, high, low, mask[:, None])
     tl.store(scales + vector * (GROUPS + 1) + group[:, None], scale, mask=mask[:, None])
